@@ -1,0 +1,1 @@
+"""Turns checkpoints into bundles of ONNX graphs. Needs neither torch nor ONNX Runtime."""

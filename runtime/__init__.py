@@ -1,0 +1,1 @@
+"""Runs bundles on ONNX Runtime. Needs onnxruntime, numpy and tokenizers, and nothing else of size."""

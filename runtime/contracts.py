@@ -1,0 +1,110 @@
+"""Graph contracts: the exact inputs and outputs of each role.
+
+The exporter builds graphs that satisfy a contract, the manifest stores it and the runtime checks it at load.
+Standard library only. Symbolic axes:
+
+B  slots in the pass        S  rows per slot (padded)     C  capacity of the KV cache
+N  rows given to the head   M  rows offered to the head   everything else is a number
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+PROFILES = ("ort", "std")
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """One graph input or output: name, ONNX dtype name ("float32", "int64", ...) and shape."""
+
+    name: str
+    dtype: str
+    shape: tuple[int | str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class GraphContract:
+    """The inputs and outputs of one graph, in order."""
+
+    role: str
+    inputs: tuple[TensorSpec, ...]
+    outputs: tuple[TensorSpec, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class BodyShape:
+    """What the body's contract depends on."""
+
+    hidden_size: int
+    layers: int
+    kv_heads: int
+    head_dim: int
+    dtype: str = "float32"
+    taps: tuple[int, ...] = ()
+    sliding: bool = False  # some layer attends to a window only
+
+
+def embed_contract(hidden_size: int, dtype: str = "float32") -> GraphContract:
+    """input_ids [B,S] -> inputs_embeds [B,S,H]."""
+    return GraphContract(
+        "embed",
+        (TensorSpec("input_ids", "int64", ("B", "S")),),
+        (TensorSpec("inputs_embeds", dtype, ("B", "S", hidden_size)),),
+    )
+
+
+def head_contract(hidden_size: int, vocab_size: int, dtype: str = "float32") -> GraphContract:
+    """hidden [M,H], rows [N] (which of the M rows are wanted) -> logits [N,V], always float32."""
+    return GraphContract(
+        "head",
+        (TensorSpec("hidden", dtype, ("M", hidden_size)), TensorSpec("rows", "int64", ("N",))),
+        (TensorSpec("logits", "float32", ("N", vocab_size)),),
+    )
+
+
+def body_contract(shape: BodyShape, profile: str, ragged: bool = False) -> GraphContract:
+    """The decoder layers with their KV cache; `hidden` has the final norm applied.
+
+    Profile "ort": positions follow from the lengths. `seqlens_k` [B] is (valid cache length after the pass) - 1,
+    `total_sequence_length` its maximum + 1; `ragged` graphs also take `query_seqlens` [B], the valid rows per slot,
+    right-padded to S; others take one slot (B = 1).
+    Profile "std": `position_ids` [B,S], `write_indices` [B] (where the S rows go in the cache) and a boolean
+    `attn_mask` [B,1,S,C]; models with sliding layers also take `attn_mask_sliding`. Any batch.
+    """
+    inputs = (TensorSpec("inputs_embeds", shape.dtype, ("B", "S", shape.hidden_size)),)
+    if profile == "ort":
+        inputs += _ort_positions(ragged)
+    elif profile == "std":
+        inputs += _std_positions(shape.sliding)
+    else:
+        raise ValueError(f"profile must be one of {PROFILES}, not {profile!r}")
+    outputs = (TensorSpec("hidden", shape.dtype, ("B", "S", shape.hidden_size)),)
+    if shape.taps:
+        outputs += (TensorSpec("taps", shape.dtype, ("B", "S", len(shape.taps) * shape.hidden_size)),)
+    cache = [("B", shape.kv_heads, "C", shape.head_dim)] * shape.layers
+    inputs += _kv("past_key_values", shape.dtype, cache)
+    outputs += _kv("present", shape.dtype, cache)
+    return GraphContract("body", inputs, outputs)
+
+
+def _ort_positions(ragged: bool) -> tuple[TensorSpec, ...]:
+    specs = (TensorSpec("seqlens_k", "int32", ("B",)), TensorSpec("total_sequence_length", "int32", ()))
+    return (*specs, TensorSpec("query_seqlens", "int32", ("B",))) if ragged else specs
+
+
+def _std_positions(sliding: bool) -> tuple[TensorSpec, ...]:
+    mask = ("B", 1, "S", "C")
+    specs = (
+        TensorSpec("position_ids", "int64", ("B", "S")),
+        TensorSpec("write_indices", "int64", ("B",)),
+        TensorSpec("attn_mask", "bool", mask),
+    )
+    return (*specs, TensorSpec("attn_mask_sliding", "bool", mask)) if sliding else specs
+
+
+def _kv(prefix: str, dtype: str, shapes: Sequence[tuple[int | str, ...]]) -> tuple[TensorSpec, ...]:
+    return tuple(
+        TensorSpec(f"{prefix}.{layer}.{part}", dtype, shape)
+        for layer, shape in enumerate(shapes)
+        for part in ("key", "value")
+    )

@@ -1,0 +1,190 @@
+"""The library's front: a target, a draft and a configuration become a decoder of token lists."""
+
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from .drafters.base import Drafter
+from .drafters.draft_model import DraftModel
+from .errors import UsageError
+from .loop import Emission, Generation, TargetModel, generate
+from .policy import PassCost, Policy, PolicyConfig, prior_cost
+from .sampling import SamplingParams
+from .stats import SpeculativeStats
+from .target import PREFILL_CHUNK, Target
+
+MAX_DRAFT_TOKENS = 32
+
+
+@dataclass(frozen=True, slots=True)
+class SpeculativeConfig:
+    """How to speculate.
+
+    draft_tokens_per_step bounds k; `adaptive` lets the policy choose any k up to it (0 included) by what passes cost on
+    this machine and how well drafts fare, otherwise every round drafts exactly that many. strict_mode selects the
+    acceptance rule: true keeps a draft token only if it is the target's own (same seed, same text), false tests it
+    against the ratio of the laws. min_acceptance_rate over the recent rounds ends speculation until drafts do better.
+    """
+
+    draft_tokens_per_step: int = 4
+    max_new_tokens: int = 128
+    min_acceptance_rate: float = 0.3
+    strict_mode: bool = False
+    adaptive: bool = True
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.draft_tokens_per_step <= MAX_DRAFT_TOKENS:
+            raise UsageError(
+                f"draft_tokens_per_step must be between 0 and {MAX_DRAFT_TOKENS}, not {self.draft_tokens_per_step}"
+            )
+        if self.max_new_tokens < 1:
+            raise UsageError(f"max_new_tokens must be at least 1, not {self.max_new_tokens}")
+        if not 0.0 <= self.min_acceptance_rate <= 1.0:
+            raise UsageError(f"min_acceptance_rate must be between 0 and 1, not {self.min_acceptance_rate}")
+
+    @classmethod
+    def conservative(cls) -> "SpeculativeConfig":
+        """Short drafts that are given up early."""
+        return cls(draft_tokens_per_step=2, min_acceptance_rate=0.5)
+
+    @classmethod
+    def aggressive(cls) -> "SpeculativeConfig":
+        """Long drafts that are given up late."""
+        return cls(draft_tokens_per_step=8, min_acceptance_rate=0.2)
+
+    @classmethod
+    def builder(cls) -> "SpeculativeConfigBuilder":
+        """A builder that starts from the defaults."""
+        return SpeculativeConfigBuilder(cls())
+
+
+@dataclass(frozen=True, slots=True)
+class SpeculativeConfigBuilder:
+    """Sets one field at a time; every call returns a new builder."""
+
+    _config: SpeculativeConfig
+
+    def draft_tokens_per_step(self, value: int) -> "SpeculativeConfigBuilder":
+        """At most this many draft tokens a round."""
+        return SpeculativeConfigBuilder(replace(self._config, draft_tokens_per_step=value))
+
+    def max_new_tokens(self, value: int) -> "SpeculativeConfigBuilder":
+        """At most this many generated tokens."""
+        return SpeculativeConfigBuilder(replace(self._config, max_new_tokens=value))
+
+    def min_acceptance_rate(self, value: float) -> "SpeculativeConfigBuilder":
+        """Fall back to plain decoding under this rate."""
+        return SpeculativeConfigBuilder(replace(self._config, min_acceptance_rate=value))
+
+    def strict_mode(self, value: bool) -> "SpeculativeConfigBuilder":
+        """Keep only the target's own tokens."""
+        return SpeculativeConfigBuilder(replace(self._config, strict_mode=value))
+
+    def adaptive(self, value: bool) -> "SpeculativeConfigBuilder":
+        """Choose k each round, or always draft the same number."""
+        return SpeculativeConfigBuilder(replace(self._config, adaptive=value))
+
+    def build(self) -> SpeculativeConfig:
+        """The finished configuration."""
+        return self._config
+
+
+class SpeculativeDecoder:
+    """Decodes token lists with one target and at most one draft, in one slot of the target.
+
+    `draft` is a Drafter, a Target used as a draft model, or None. What the cache already holds of a prompt is re-used.
+    After `generate` or a finished `stream`, `stats` describes the last generation.
+    """
+
+    def __init__(
+        self,
+        target: TargetModel,
+        draft: "Drafter | Target | None" = None,
+        config: SpeculativeConfig | None = None,
+        slot: int = 0,
+    ) -> None:
+        self.target, self.slot = target, slot
+        self.config = config or SpeculativeConfig()
+        self.drafter: Drafter | None = DraftModel(draft) if isinstance(draft, Target) else draft
+        self.stats = SpeculativeStats()
+        self._cost = self._prior_cost()
+        self._cached: list[int] = []
+
+    def generate(
+        self, prompt: Sequence[int], params: SamplingParams | None = None, eos: Collection[int] = ()
+    ) -> list[int]:
+        """All generated tokens for `prompt`, the EOS that ended them included."""
+        return [token for emission in self.stream(prompt, params, eos) for token in emission.tokens]
+
+    def stream(
+        self,
+        prompt: Sequence[int],
+        params: SamplingParams | None = None,
+        eos: Collection[int] = (),
+        config: SpeculativeConfig | None = None,
+        chunk: int = PREFILL_CHUNK,
+    ) -> Iterator[Emission]:
+        """One Emission per round. `config` replaces the decoder's for this call."""
+        generation = self._start(list(prompt), params or SamplingParams(), frozenset(eos), config or self.config)
+        try:
+            yield from generate(self.target, generation, chunk)
+        finally:
+            self._finish(generation)
+
+    def _start(
+        self, prompt: list[int], params: SamplingParams, eos: frozenset[int], config: SpeculativeConfig
+    ) -> Generation:
+        check_prompt(prompt, self.target.context)
+        policy = self._policy(config)
+        drafter = self.drafter if config.draft_tokens_per_step else None
+        generation = Generation(
+            self.slot, prompt, params, config.max_new_tokens, eos, policy, drafter, config.strict_mode
+        )
+        generation.stats.cached_tokens = self._reuse(prompt)
+        self._describe(generation.stats, config)
+        if drafter is not None:
+            drafter.rewind(self._common(prompt))
+            drafter.observe(prompt)
+        self.stats, self._cached = generation.stats, generation.committed
+        return generation
+
+    def _finish(self, generation: Generation) -> None:
+        if self.drafter is not None:
+            generation.stats.draft_forward_passes = self.drafter.passes - self._draft_passes
+        self._cached = generation.committed
+
+    def _policy(self, config: SpeculativeConfig) -> Policy:
+        drafts = config.draft_tokens_per_step if self.drafter is not None else 0
+        bounds = PolicyConfig(drafts, config.min_acceptance_rate, config.adaptive)
+        return Policy(bounds, self._cost, free=self.drafter is None or self.drafter.free)
+
+    def _common(self, prompt: list[int]) -> int:
+        """Length of the common prefix of the prompt and the last text, its last token left out."""
+        most = min(len(prompt) - 1, len(self._cached))
+        return next((i for i in range(most) if prompt[i] != self._cached[i]), most)
+
+    def _reuse(self, prompt: list[int]) -> int:
+        kept = min(self._common(prompt), self.target.cache.lengths[self.slot])
+        self.target.cache.rewind_to(self.slot, kept)
+        self._draft_passes = self.drafter.passes if self.drafter is not None else 0
+        return kept
+
+    def _describe(self, stats: SpeculativeStats, config: SpeculativeConfig) -> None:
+        stats.acceptance_rule = "match" if config.strict_mode else "reject"
+        stats.drafter = self.drafter.name if self.drafter is not None and config.draft_tokens_per_step else "none"
+        if isinstance(self.target, Target):
+            stats.provider, stats.precision = self.target.provider, self.target.bundle.manifest.precision
+
+    def _prior_cost(self) -> PassCost:
+        precision = self.target.bundle.manifest.precision if isinstance(self.target, Target) else "fp32"
+        return prior_cost(precision)
+
+
+def check_prompt(prompt: Sequence[int], context: int) -> None:
+    """Refuse an empty prompt and one that leaves no room for an answer."""
+    if not prompt:
+        raise UsageError("the prompt is empty; give at least one token")
+    if len(prompt) >= context:
+        raise UsageError(
+            f"the prompt has {len(prompt)} tokens and the model's context {context}, one of which must stay free; "
+            "shorten the prompt"
+        )

@@ -1,0 +1,76 @@
+"""What a drafter is: it sees committed tokens and proposes the next ones. It knows neither the target nor the loop."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from ..noise import Domain, NoiseKey
+from ..sampling import Law, SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class Proposal:
+    """The draft tokens of one round.
+
+    laws: the law each token was drawn from, after temperature and cuts, one per token; None when the tokens are a function of
+        the committed text and were proposed with certainty.
+    match_length: for a lookup, how many committed tokens the match shares with the end of the text; 0 otherwise.
+    """
+
+    tokens: tuple[int, ...] = ()
+    laws: tuple[Law, ...] | None = None
+    match_length: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class DraftContext:
+    """What a drafter that samples needs to know of the round it proposes for.
+
+    strict: the match rule is in force, so drafting with the target's own noise agrees with it as often as possible. Under the
+        reject rule that noise is not the drafter's to read (see `acceptance.py`).
+    round_: a number that no other round of this text has.
+    """
+
+    params: SamplingParams
+    key: NoiseKey
+    round_: int = 0
+    strict: bool = False
+
+    def draw(self, law: Law, position: int) -> int:
+        """Draw the draft token for `position`, its index in the committed list, from the draft's own law."""
+        if self.strict:
+            return law.draw(self.key, Domain.TARGET, position)
+        return law.draw(self.key, Domain.DRAFT, position, self.round_)
+
+
+class Drafter(Protocol):
+    """Proposes tokens for one text. Between rounds it has observed exactly the committed tokens.
+
+    free: proposing costs next to nothing, so proposals may be made only to see how they would have fared.
+    passes, ort_ns: forward passes and nanoseconds spent in ONNX Runtime so far; 0 for a drafter without a model.
+    """
+
+    name: str
+    free: bool
+    passes: int
+    ort_ns: int
+
+    def propose(self, committed: Sequence[int], k: int, context: DraftContext) -> Proposal:
+        """Propose at most k tokens to follow `committed`; an empty proposal is a valid answer.
+
+        A drafter that samples may stop after any token it has drawn. It must not drop a token, or switch to another source,
+        because of what it drew: the tokens that remain would no longer have the laws it reports.
+        """
+        ...
+
+    def observe(self, committed: Sequence[int]) -> None:
+        """Take note of the whole committed list, which extends the one seen before."""
+        ...
+
+    def rewind(self, length: int) -> None:
+        """Return to the state after the first `length` tokens; raises ValueError outside [0, observed length]."""
+        ...
+
+    def reset(self) -> None:
+        """Forget everything; the next text starts."""
+        ...

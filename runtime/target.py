@@ -1,0 +1,256 @@
+"""A model ready to run: embed, body and head sessions over one KV cache. Knows nothing about drafting or sampling."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from .bundle import Bundle
+from .cache import CacheShape, KVCache
+from .contracts import TensorSpec
+from .errors import ProviderError, UsageError
+from .manifest import GraphEntry
+from .session import Arena, Binding, Device, GraphSession, RuntimeOptions, Tensor, resolve_provider
+
+PREFILL_CHUNK = 512
+_MAX_PASSES = 64
+_CPU = Device("cpu")
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """What one slot contributes to a pass: tokens to append, and how many of the last rows need logits."""
+
+    slot: int
+    tokens: Sequence[int]
+    wanted: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    """Which slots a pass covers ([low, high)) and how its rows are padded."""
+
+    low: int
+    high: int
+    width: int  # rows per slot, S
+
+    @property
+    def batch(self) -> int:
+        return self.high - self.low
+
+
+@dataclass(slots=True)
+class _Pass:
+    """Bindings and small inputs of one layout; heads are keyed by the number of rows they score."""
+
+    embed: Binding
+    body: Binding
+    inputs: dict[str, Tensor]
+    heads: dict[int, tuple[Binding, Tensor]]
+
+
+class Target:
+    """Runs ragged passes of token rows and returns logits; owns the sessions and the KV cache.
+
+    `floor` is the least number of rows per slot and per head call: 2 makes results independent of how rows are
+    grouped into passes on the CPU provider, whose one-row kernels round differently from all wider ones.
+    """
+
+    def __init__(self, bundle: Bundle, options: RuntimeOptions, slots: int = 1, floor: int = 1) -> None:
+        self.bundle, self.slots, self.floor = bundle, slots, floor
+        self.provider = resolve_provider(options.provider)
+        facts = bundle.manifest.model
+        self.token_count = facts.token_count
+        self.context = facts.max_positions - (floor - 1)
+        entries = _choose_graphs(bundle, self.provider, slots)
+        self.body_entry = entries["body"]
+        self.embed, self.body, self.head = (
+            _open(bundle, entries[role], self.provider, options, light=role != "body")
+            for role in ("embed", "body", "head")
+        )
+        dtype = self.body_entry.contract.outputs[0].dtype
+        self.cache = KVCache(CacheShape(facts.layers, facts.kv_heads, facts.head_dim, dtype), slots, self.body.device)
+        self._window = facts.sliding_window
+        self._embeds = Arena((facts.hidden_size,), dtype, self.body.device)
+        self._hidden = Arena((facts.hidden_size,), dtype, self.body.device)
+        self._logits = Arena((facts.vocab_size,), "float32", _CPU)
+        self._passes: dict[_Layout, _Pass] = {}
+        self._generation = -1
+        self.passes = 0
+
+    def forward(self, requests: Sequence[Rows]) -> list[np.ndarray]:
+        """Append each request's tokens to its slot in one pass.
+
+        Returns, per request, float32 logits [wanted, V] of its last rows; they stay valid until the next pass.
+        """
+        layout = self._layout(requests)
+        wanted = sum(request.wanted for request in requests)
+        current = self._prepare(layout, wanted)
+        self._fill(current.inputs, layout, requests)
+        self.embed.run(current.embed)
+        self.body.run(current.body)
+        self.passes += 1
+        for request in requests:
+            self.cache.advance(request.slot, len(request.tokens))
+        return self._score(current, layout, requests, wanted)
+
+    def ort_ns(self) -> dict[str, int]:
+        """Nanoseconds spent in each session so far, by role."""
+        return {"embed": self.embed.elapsed_ns, "body": self.body.elapsed_ns, "head": self.head.elapsed_ns}
+
+    def prefill(self, slot: int, tokens: Sequence[int], chunk: int = PREFILL_CHUNK) -> None:
+        """Append many tokens without scoring any, `chunk` rows a pass."""
+        for start in range(0, len(tokens), chunk):
+            self.forward([Rows(slot, tokens[start : start + chunk], 0)])
+
+    def _layout(self, requests: Sequence[Rows]) -> _Layout:
+        for request in requests:
+            length = self.cache.lengths[request.slot] + len(request.tokens)
+            if length > self.context:
+                raise UsageError(
+                    f"{length} tokens do not fit the model's context of {self.context}; "
+                    "shorten the prompt or ask for fewer tokens"
+                )
+        slots = [request.slot for request in requests]
+        width = max(self.floor, *(len(request.tokens) for request in requests))
+        return _Layout(min(slots), max(slots) + 1, width)
+
+    def _prepare(self, layout: _Layout, wanted: int) -> _Pass:
+        rows = layout.batch * layout.width
+        longest = max(self.cache.lengths[layout.low : layout.high])
+        self.cache.reserve(longest + layout.width)
+        moved = [self._embeds.reserve(rows), self._hidden.reserve(rows), self._logits.reserve(max(wanted, self.floor))]
+        if any(moved) or self.cache.generation != self._generation or len(self._passes) >= _MAX_PASSES:
+            self._passes.clear()
+            self._generation = self.cache.generation
+        found = self._passes.get(layout)
+        if found is None:
+            found = self._passes[layout] = self._bind(layout)
+        return found
+
+    def _bind(self, layout: _Layout) -> _Pass:
+        batch, width = layout.batch, layout.width
+        axes = {"B": batch, "S": width, "C": self.cache.capacity}
+        inputs = {"input_ids": Tensor((batch, width), "int64", _CPU)}
+        embed = self.embed.binding()
+        embed.bind_input("input_ids", inputs["input_ids"], (batch, width))
+        hidden_shape = (batch, width, self.bundle.manifest.model.hidden_size)
+        embed.bind_output("inputs_embeds", self._embeds.tensor, hidden_shape)
+        body = self.body.binding()
+        caches = iter(self.cache.tensors)
+        offset = layout.low * self.cache.slot_elements()
+        for spec in self.body_entry.contract.inputs:
+            shape = _concrete(spec, axes)
+            if spec.name == "inputs_embeds":
+                body.bind_input(spec.name, self._embeds.tensor, shape)
+            elif spec.name.startswith("past_key_values."):
+                body.bind_input(spec.name, next(caches), shape, offset)
+            else:
+                inputs[spec.name] = Tensor(shape, spec.dtype, _CPU)
+                body.bind_input(spec.name, inputs[spec.name], shape)
+        body.bind_output("hidden", self._hidden.tensor, hidden_shape)
+        outputs = [spec for spec in self.body_entry.contract.outputs if spec.name.startswith("present.")]
+        for spec, tensor in zip(outputs, self.cache.tensors, strict=True):
+            body.bind_output(spec.name, tensor, _concrete(spec, axes), offset)
+        return _Pass(embed, body, inputs, {})
+
+    def _fill(self, inputs: dict[str, Tensor], layout: _Layout, requests: Sequence[Rows]) -> None:
+        ids = inputs["input_ids"].host
+        assert ids is not None
+        past = np.array(self.cache.lengths[layout.low : layout.high], np.int64)  # [B]
+        counts = np.zeros(layout.batch, np.int64)  # [B] rows per slot, spare ones included
+        if len(requests) < layout.batch or layout.batch > 1:
+            ids.fill(0)
+        for request in requests:
+            row, tokens = request.slot - layout.low, request.tokens
+            ids[row, : len(tokens)] = tokens
+            ids[row, len(tokens) : self.floor] = tokens[-1]
+            counts[row] = max(len(tokens), self.floor)
+        if "seqlens_k" in inputs:
+            _fill_ort(inputs, past, counts)
+        else:
+            _fill_std(inputs, past, layout.width, self.bundle.manifest.model.max_positions, self._window)
+
+    def _score(self, current: _Pass, layout: _Layout, requests: Sequence[Rows], wanted: int) -> list[np.ndarray]:
+        if not wanted:
+            return [self._logits.tensor.read()[:0, : self.token_count] for _ in requests]
+        count = max(wanted, self.floor)
+        binding, rows = current.heads.get(count) or self._bind_head(current, layout, count)
+        rows.write(_row_indices(layout, requests, count))
+        self.head.run(binding)
+        logits = self._logits.tensor.read()
+        result, start = [], 0
+        for request in requests:
+            result.append(logits[start : start + request.wanted, : self.token_count])
+            start += request.wanted
+        return result
+
+    def _bind_head(self, current: _Pass, layout: _Layout, count: int) -> tuple[Binding, Tensor]:
+        facts = self.bundle.manifest.model
+        rows = Tensor((count,), "int64", _CPU)
+        head = self.head.binding()
+        head.bind_input("hidden", self._hidden.tensor, (layout.batch * layout.width, facts.hidden_size))
+        head.bind_input("rows", rows, (count,))
+        head.bind_output("logits", self._logits.tensor, (count, facts.vocab_size))
+        current.heads[count] = head, rows
+        return head, rows
+
+
+def _row_indices(layout: _Layout, requests: Sequence[Rows], count: int) -> np.ndarray:
+    """Flat indices [count] of the rows to score; spare entries repeat the last one."""
+    indices: list[int] = []
+    for request in requests:
+        end = (request.slot - layout.low) * layout.width + len(request.tokens)
+        indices.extend(range(end - request.wanted, end))
+    indices.extend(indices[-1:] * (count - len(indices)))
+    return np.array(indices, np.int64)
+
+
+def _fill_ort(inputs: dict[str, Tensor], past: np.ndarray, counts: np.ndarray) -> None:
+    totals = np.maximum(past + counts, 1)  # [B]
+    inputs["seqlens_k"].write(totals - 1)
+    inputs["total_sequence_length"].write(totals.max())
+    if "query_seqlens" in inputs:
+        inputs["query_seqlens"].write(counts)
+
+
+def _fill_std(inputs: dict[str, Tensor], past: np.ndarray, width: int, limit: int, window: int | None) -> None:
+    positions = past[:, None] + np.arange(width)  # [B,S]
+    inputs["position_ids"].write(np.minimum(positions, limit - 1))
+    inputs["write_indices"].write(past)
+    columns = np.arange(inputs["attn_mask"].shape[-1])  # [C]
+    causal = columns <= positions[:, None, :, None]  # [B,1,S,C]
+    inputs["attn_mask"].write(causal)
+    if "attn_mask_sliding" in inputs:
+        assert window is not None
+        inputs["attn_mask_sliding"].write(causal & (columns > positions[:, None, :, None] - window))
+
+
+def _concrete(spec: TensorSpec, axes: dict[str, int]) -> tuple[int, ...]:
+    return tuple(axes[axis] if isinstance(axis, str) else axis for axis in spec.shape)
+
+
+def _choose_graphs(bundle: Bundle, provider: str, slots: int) -> dict[str, GraphEntry]:
+    """The graph of each role; TensorRT wants the standard profile, other providers the ort one."""
+    manifest = bundle.manifest
+    order = ("std", "ort") if provider == "tensorrt" else ("ort", "std")
+    for profile in order:
+        ragged = profile == "ort" and slots > 1
+        body = manifest.graph("body", profile, ragged)
+        if body is not None:
+            embed = manifest.graph("embed", profile) or manifest.graph("embed", _other(profile))
+            head = manifest.graph("head", profile) or manifest.graph("head", _other(profile))
+            if embed and head:
+                return {"embed": embed, "body": body, "head": head}
+    raise ProviderError(
+        f"{bundle.folder} has no graphs for {slots} slots on provider {provider}; "
+        "export it again with --profile std (any batch, TensorRT) or --profile ort (CPU, CUDA)"
+    )
+
+
+def _other(profile: str) -> str:
+    return "ort" if profile == "std" else "std"
+
+
+def _open(bundle: Bundle, entry: GraphEntry, provider: str, options: RuntimeOptions, light: bool) -> GraphSession:
+    return GraphSession(bundle.folder / entry.file, entry.contract, provider, options, light)
