@@ -18,9 +18,9 @@ A request that cannot be served is answered with `{"error": reason}` and the pro
 
 What is timed: greedy, batch 1, N decode steps, each one forward pass of one row and one choice. The prompt's
 pass and the choice of the first token are `prefill_s`. Session settings are those in the folder's
-genai_config.json unless `--threads` or `--spin off` says otherwise; genai's own default is half of the logical
-processors, so 1 thread on 2. An answer is sent only when the process has stopped using the processor (a pool of
-two or more threads spins on for a while after a run), so whoever is timed next has the machine to itself.
+genai_config.json unless `--threads` or `--spin off` says otherwise; its default is half of the logical
+processors, so 1 thread on 2. An answer is sent only when the process has stopped using the processor (a pool
+of two or more threads spins on for a while after a run), so whoever is timed next has the machine to itself.
 """
 
 import argparse

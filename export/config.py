@@ -1,6 +1,7 @@
 """What a checkpoint says about its model, in our own words.
 
-Only `config_hf` and `config_gguf` know the keys of the two source formats; the rest of the exporter reads this.
+Only `config_hf` and `config_gguf` know the keys of the two source formats; the rest of the exporter
+reads this.
 """
 
 from dataclasses import dataclass

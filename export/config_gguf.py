@@ -1,11 +1,14 @@
 """Reads a GGUF file's metadata into a ModelConfig, strictly: an architecture key we do not know is refused.
 
-What the metadata leaves out, llama.cpp's loaders hard-code; those constants are repeated here and said to be theirs.
+What the metadata leaves out, llama.cpp's loaders hard-code; those constants are repeated here and said to be
+theirs.
 """
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
+
+import numpy as np
 
 from oxidize.runtime.errors import CheckpointError, UnsupportedModelError
 from oxidize.runtime.manifest import GenerationDefaults
@@ -40,12 +43,14 @@ def config_from_gguf(
 ) -> ModelConfig:
     """The model of a GGUF file, from its metadata and its tensors' shapes under GGUF names, outermost first.
 
-    `rope_factors` are the values of the `rope_freqs.weight` tensor, if the file has one. Raises as `config_from_hf` does.
+    `rope_factors` are the values of the `rope_freqs.weight` tensor, if the file has one. Raises what
+    `config_from_hf` raises.
     """
     architecture = metadata.get("general.architecture")
     if architecture not in SUPPORTED:
         raise UnsupportedModelError(
-            f"GGUF general.architecture {architecture!r} is not supported; this version exports {', '.join(SUPPORTED)}"
+            f"GGUF general.architecture {architecture!r} is not supported; this version exports "
+            + ", ".join(SUPPORTED)
         )
     _check_whole(metadata)
     prefix = f"{architecture}."
@@ -97,8 +102,8 @@ def _base(
         head_dim=head_dim,
         vocab_size=_vocab_size(keys, shapes),
         max_positions=keys.size("context_length"),
-        norm_eps=keys.number("attention.layer_norm_rms_epsilon"),
-        rope=_rope(keys, factors),
+        norm_eps=_decimal(keys.number("attention.layer_norm_rms_epsilon")),
+        rope=_rope(keys, factors, head_dim),
         tie_word_embeddings=_OUTPUT not in shapes,
         attention_scale=head_dim**-0.5,
         attention_bias="blk.0.attn_q.bias" in shapes,
@@ -118,7 +123,7 @@ def _qwen3(_keys: Keys, base: ModelConfig) -> ModelConfig:
 
 def _gemma3(keys: Keys, base: ModelConfig) -> ModelConfig:
     scale_dim = base.hidden_size / base.heads if base.layers == _GEMMA_27B_LAYERS else base.head_dim
-    local_theta = keys.number("rope.freq_base_swa", 10_000.0)  # llama.cpp's constant
+    local_theta = _decimal(keys.number("rope.freq_base_swa", 10_000.0))  # llama.cpp's constant
     config = replace(
         base,
         architecture="gemma3_text",
@@ -151,6 +156,11 @@ def _gemma3_layer_types(keys: Keys, layers: int) -> tuple[str, ...]:
     return tuple(SLIDING if item else FULL for item in pattern)
 
 
+def _decimal(value: float) -> float:
+    """The number that was meant by a float32: 1e-05 and not 9.999999747378752e-06."""
+    return float(str(np.float32(value)))
+
+
 def _head_dim(keys: Keys, hidden: int, heads: int) -> int:
     head_dim = keys.optional_integer("attention.key_length") or hidden // heads
     for key in ("attention.value_length", "rope.dimension_count"):
@@ -176,27 +186,25 @@ def _vocab_size(keys: Keys, shapes: Mapping[str, tuple[int, ...]]) -> int:
     return rows
 
 
-def _rope(keys: Keys, factors: tuple[float, ...] | None) -> RopeConfig:
-    theta = keys.number("rope.freq_base", 10_000.0)
+def _rope(keys: Keys, factors: tuple[float, ...] | None, head_dim: int) -> RopeConfig:
+    """Rotary embedding of full layers. llama.cpp derives yarn's attention factor from the scaling factor alone."""
+    theta = _decimal(keys.number("rope.freq_base", 10_000.0))
     kind = keys.choice("rope.scaling.type", {"none": "default", "linear": "linear", "yarn": "yarn"}, "none")
-    factor = keys.optional_number("rope.scaling.factor") or 1.0
+    factor = _decimal(keys.number("rope.scaling.factor", 1.0))
     original = keys.optional_integer("rope.scaling.original_context_length") or keys.size("context_length")
-    fast, slow = (
-        keys.number("rope.scaling.yarn_beta_fast", 32.0),
-        keys.number("rope.scaling.yarn_beta_slow", 1.0),
-    )
+    fast = keys.number("rope.scaling.yarn_beta_fast", 32.0)
+    slow = keys.number("rope.scaling.yarn_beta_slow", 1.0)
     if factors is not None:
-        if kind != "default":
+        if kind != "default" or len(factors) != head_dim // 2:
             raise UnsupportedModelError(
-                f"{keys.where}: rope.scaling.type {kind} together with rope_freqs.weight"
+                f"{keys.where}: {len(factors)} rope_freqs, heads of {head_dim}, rope.scaling.type {kind!r}"
             )
         return RopeConfig(theta, "factors", factors=factors)
     if kind == "linear":
         return RopeConfig(theta, "linear", factor)
     if kind == "yarn":
-        return RopeConfig(
-            theta, "yarn", factor, original_max_positions=original, beta_fast=fast, beta_slow=slow
-        )
+        betas = {"beta_fast": fast, "beta_slow": slow}
+        return RopeConfig(theta, "yarn", factor, original_max_positions=original, **betas)
     return RopeConfig(theta)
 
 

@@ -1,7 +1,7 @@
 """Reads Hugging Face's config.json and generation_config.json, strictly.
 
-A key we do not know may change the maths, so each key is either read, listed as harmless, or refused. Defaults for absent keys
-are those of transformers 5.24's configuration classes, because published configs rely on them.
+A key we do not know may change the maths, so each key is either read, listed as harmless, or refused. Defaults
+for absent keys are those of transformers 5.24's configuration classes, because published configs rely on them.
 """
 
 import json
@@ -29,15 +29,16 @@ SUPPORTED = (*DEFAULTS, "gemma3")
 def config_from_hf(raw: Mapping[str, Any]) -> ModelConfig:
     """The model of a decoded config.json.
 
-    Raises UnsupportedModelError naming the key and value that are not implemented, CheckpointError where keys contradict
-    each other or have the wrong type.
+    Raises UnsupportedModelError naming the key and value that are not implemented, CheckpointError where keys
+    contradict each other or have the wrong type.
     """
     model_type = raw.get("model_type")
     if model_type == "gemma3":
         return _from_gemma3_wrapper(raw)
     if model_type not in DEFAULTS:
         raise UnsupportedModelError(
-            f"config.json: model_type {model_type!r} is not supported; this version exports {', '.join(SUPPORTED)}"
+            f"config.json: model_type {model_type!r} is not supported; this version exports "
+            + ", ".join(SUPPORTED)
         )
     keys = Keys(raw, DEFAULTS[model_type], "config.json")
     config = _READERS[model_type](keys)
@@ -46,7 +47,7 @@ def config_from_hf(raw: Mapping[str, Any]) -> ModelConfig:
 
 
 def generation_from_hf(folder: Path) -> GenerationDefaults:
-    """End-of-answer ids and sampling defaults: generation_config.json first, config.json for what it leaves out."""
+    """End-of-answer ids and sampling defaults; config.json names the ids where generation_config.json does not."""
     config = read_json(folder / CONFIG_NAME)
     path = folder / GENERATION_NAME
     given = read_json(path) if path.is_file() else {}
@@ -169,7 +170,7 @@ def _qwen3(keys: Keys) -> ModelConfig:
 
 
 def _qwen(keys: Keys) -> ModelConfig:
-    """Full attention first, a window from `max_window_layers` on; an explicit layer_types has the last word."""
+    """Full attention first, a window from `max_window_layers` on; explicit layer_types have the last word."""
     base = _base(keys, read_rope(keys))
     window = keys.optional_integer("sliding_window")
     if not keys.flag("use_sliding_window", False):

@@ -96,14 +96,14 @@ class Keys:
     def refuse_unread(
         self, harmless: frozenset[str] = frozenset(), only: Mapping[str, Any] | None = None
     ) -> None:
-        """Refuse keys that were not read, save null ones, `harmless` ones, and those that equal their value in `only`."""
-        for key in self._raw.keys() - self._read - harmless:
+        """Refuse keys nobody read, save null ones, `harmless` ones, and those equal to their value in `only`."""
+        for key in sorted(self._raw.keys() - self._read - harmless):
             value = self._raw[key]
             if value in (None, {}, []) or (only is not None and key in only and value == only[key]):
                 continue
             raise UnsupportedModelError(
-                f"{self.where}: key {key} = {shown(value)} is not understood by this version and may change the "
-                "maths; no bundle is made from a guess"
+                f"{self.where}: key {key} = {shown(value)} is not understood by this version and may "
+                "change the maths; no bundle is made from a guess"
             )
 
     def _wrong(self, key: str, expected: str, value: Any) -> CheckpointError:

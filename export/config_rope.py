@@ -1,4 +1,4 @@
-"""Reads Hugging Face's rotary embedding keys, in the old form (rope_theta, rope_scaling) and the new (rope_parameters)."""
+"""Reads Hugging Face's rotary embedding keys: the old rope_theta and rope_scaling, the new rope_parameters."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -33,7 +33,8 @@ def _merge(keys: Keys, stated: dict[str, Any], other_name: str, other: Mapping[s
     for key, value in other.items():
         if stated.setdefault(key, value) != value:
             raise CheckpointError(
-                f"{keys.where}: rope_parameters and {other_name} disagree on {key}: {shown(stated[key])}, {shown(value)}"
+                f"{keys.where}: rope_parameters and {other_name} disagree on {key}: "
+                f"{shown(stated[key])}, {shown(value)}"
             )
     return stated
 

@@ -1,14 +1,14 @@
 """The GGUF container: header, metadata and the place of each tensor, checked against the file's size.
 
-Parsed here and not with `gguf.GGUFReader`, which makes a Python object per string (a 262k vocabulary takes it seconds
-and hundreds of megabytes) and slices past the end of a truncated file without noticing. Format: ggml's docs/gguf.md.
+Parsed here and not with `gguf.GGUFReader`, which makes several arrays per string (a 262k vocabulary takes it
+seconds and hundreds of megabytes) and slices past the end of a truncated file without noticing. Format: ggml's
+docs/gguf.md.
 """
 
 import math
-import mmap
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
@@ -52,7 +52,7 @@ READABLE = tuple(GGMLQuantizationType[name] for name in _TYPES)
 
 @dataclass(frozen=True, slots=True)
 class TensorPlace:
-    """Where a tensor lies: `start` and `size` in bytes from the beginning of the file, shape outermost first."""
+    """Where a tensor lies: `start` and `size` in bytes of the file; `shape` is outermost first."""
 
     name: str
     type: GGMLQuantizationType
@@ -73,29 +73,27 @@ class GgufFile:
 def read_gguf(path: Path) -> GgufFile:
     """Parse and check a GGUF file's header; anything unreadable is a CheckpointError naming it."""
     try:
-        with path.open("rb") as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
-            with memoryview(mapped) as view:
-                return _Header(path, view).parse()
-    except ValueError:  # mmap of an empty file
-        raise CheckpointError(f"{path} is empty; download it again") from None
+        with path.open("rb") as stream:
+            return _Header(path, stream).parse()
     except OSError as error:
         raise CheckpointError(f"cannot read {path}: {error.strerror or error}") from error
 
 
 class _Header:
-    """A cursor over the bytes of one file that never leaves them."""
+    """A cursor over the header of one file that never runs past its end."""
 
-    def __init__(self, path: Path, view: memoryview):
+    def __init__(self, path: Path, stream: BinaryIO):
         self._path = path
-        self._view = view
+        self._stream = stream
         self._position = 0
+        self._size = path.stat().st_size
 
     def parse(self) -> GgufFile:
-        if bytes(self._view[:4]) != _MAGIC:
+        magic = self._take(min(4, self._size))
+        if magic != _MAGIC:
             raise CheckpointError(
-                f"{self._path} is not a GGUF file: it begins with {bytes(self._view[:4])!r}"
+                f"{self._path} is not a GGUF file: it begins with {magic!r}, not {_MAGIC!r}"
             )
-        self._position = 4
         self._check_version(self._u32())
         tensor_count, pair_count = self._u64(), self._u64()
         metadata = self._metadata(pair_count)
@@ -170,8 +168,8 @@ class _Header:
         if kind not in READABLE:
             known = {item.value: item.name for item in GGMLQuantizationType}
             raise CheckpointError(
-                f"{self._path}: tensor {name} has the type {known.get(kind, kind)}, which this version cannot read; "
-                f"use a file with {', '.join(_TYPES)}"
+                f"{self._path}: tensor {name} has the type {known.get(kind, kind)}, which this version cannot "
+                f"read; use a file with {', '.join(_TYPES)}"
             )
         block, block_bytes = GGML_QUANT_SIZES[GGMLQuantizationType(kind)]
         if not shape or shape[-1] % block:
@@ -179,19 +177,19 @@ class _Header:
                 f"{self._path}: tensor {name} {list(shape)} is not made of blocks of {block}"
             )
         size = math.prod(shape) // block * block_bytes
-        if start + size > len(self._view):
+        if start + size > self._size:
             raise CheckpointError(
-                f"{self._path} is truncated: tensor {name} ends at byte {start + size}, the file at {len(self._view)}; "
-                "download it again"
+                f"{self._path} is truncated: tensor {name} ends at byte {start + size}, the file at "
+                f"{self._size}; download it again"
             )
         return TensorPlace(name, GGMLQuantizationType(kind), shape, start, size)
 
     def _text(self) -> str:
         raw = self._take(self._u64())
         try:
-            return str(raw, "utf-8")
+            return raw.decode("utf-8")
         except UnicodeDecodeError:
-            raise CheckpointError(f"{self._path}: {bytes(raw[:20])!r} in the header is not UTF-8") from None
+            raise CheckpointError(f"{self._path}: {raw[:20]!r} in the header is not UTF-8") from None
 
     def _u32(self) -> int:
         return int.from_bytes(self._take(4), "little")
@@ -200,19 +198,18 @@ class _Header:
         return int.from_bytes(self._take(8), "little")
 
     def _bounded(self, count: int, smallest: int) -> int:
-        """A count of things of at least `smallest` bytes each, refused where the file has no room for them."""
-        if count * smallest > len(self._view) - self._position:
+        """A count of things of `smallest` bytes or more, refused where the file has no room for them."""
+        if count * smallest > self._size - self._position:
             raise self._truncated()
         return count
 
-    def _take(self, count: int) -> memoryview:
-        if count > len(self._view) - self._position:
+    def _take(self, count: int) -> bytes:
+        if count > self._size - self._position:
             raise self._truncated()
-        piece = self._view[self._position : self._position + count]
         self._position += count
-        return piece
+        return self._stream.read(count)
 
     def _truncated(self) -> CheckpointError:
         return CheckpointError(
-            f"{self._path} is truncated: its header goes on past byte {len(self._view)}; download it again"
+            f"{self._path} is truncated: its header goes on past byte {self._size}; download it again"
         )

@@ -1,7 +1,7 @@
 """Hands out GGUF tensors under Hugging Face's names, with the converter's changes undone.
 
-llama.cpp's convert_hf_to_gguf stores Llama's q and k rows in pairs (its rotary embedding rotates neighbours, ours halves),
-and Gemma's norm weights with one added. Both are undone here; the rest is renaming and dequantising.
+llama.cpp's convert_hf_to_gguf stores Llama's q and k rows in pairs (its rotary embedding rotates neighbours, ours
+halves), and Gemma's norm weights with one added. Both are undone here; the rest is renaming and dequantising.
 """
 
 import math
@@ -17,7 +17,7 @@ from gguf.quants import dequantize
 from oxidize.runtime.errors import CheckpointError
 
 from .gguf_file import GgufFile, TensorPlace
-from .weights import BlockQuantized, StoredTensor
+from .weights import BlockQuantized, LazyTensor
 
 ROPE_FACTORS = "rope_freqs.weight"
 _CHUNK = 1 << 20  # elements dequantised at a time
@@ -104,11 +104,11 @@ class GgufTensor:
         return slice(begin, begin + step) if self.rows is None else list(self.rows[begin : begin + step])
 
 
-def map_tensors(file: GgufFile) -> dict[str, StoredTensor]:
-    """The file's tensors by Hugging Face name. A name without a counterpart stays as it is, and so remains unread."""
+def map_tensors(file: GgufFile) -> dict[str, LazyTensor]:
+    """The file's tensors by Hugging Face name. A name without a counterpart stays as it is, and so unread."""
     architecture = file.metadata.get("general.architecture")
     layer_names = _GEMMA_LAYER if architecture == "gemma3" else _LAYER
-    tensors: dict[str, StoredTensor] = {}
+    tensors: dict[str, LazyTensor] = {}
     for place in file.tensors:
         if place.name == ROPE_FACTORS:
             continue
@@ -157,7 +157,7 @@ def _row_order(file: GgufFile, place: TensorPlace) -> tuple[int, ...] | None:
 
 
 def _unpack(packed: np.ndarray, bits: int) -> np.ndarray:
-    """Signed quants of the blocks: uint8 [..., 16 or 32] -> int8 [..., 32]. Q4_0 keeps the first half in low nibbles."""
+    """Signed quants: uint8 [..., 16 or 32] -> int8 [..., 32]. Q4_0 keeps the first half in the low nibbles."""
     if bits == 8:
         return packed.view(np.int8)
     return np.concatenate([packed & 15, packed >> 4], axis=-1).astype(np.int8) - np.int8(8)

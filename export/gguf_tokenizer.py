@@ -1,7 +1,7 @@
 """Builds a tokenizer from GGUF metadata, with the `tokenizers` package.
 
-Two families: "gpt2" is byte-level BPE with merges, "llama" is SentencePiece BPE with scores, from which the merges are
-recovered. Ids never move: every token of the file keeps its index, padding (type 5) is left out.
+Two families: "gpt2" is byte-level BPE with merges, "llama" is SentencePiece BPE with scores, from which the merges
+are recovered. Ids never move: every token of the file keeps its index; padding (type 5) is left out.
 """
 
 from collections.abc import Mapping, Sequence
@@ -99,7 +99,7 @@ def _byte_level(metadata: Mapping[str, Any]) -> "Tokenizer":
 
 
 def _sentencepiece(metadata: Mapping[str, Any]) -> "Tokenizer":
-    """SentencePiece marks spaces with U+2581, by default one before the text too, and spells what it lacks in bytes."""
+    """SentencePiece writes spaces as U+2581, by default one before the text too, and unknown characters as bytes."""
     from tokenizers import Tokenizer, decoders, normalizers
 
     prefix = _flag(metadata, "add_space_prefix", True)
@@ -111,7 +111,7 @@ def _sentencepiece(metadata: Mapping[str, Any]) -> "Tokenizer":
     tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend(_SPACE_MARK), mark]) if prefix else mark
     steps = [decoders.Replace(_SPACE_MARK, " "), decoders.ByteFallback(), decoders.Fuse()]
     tokenizer.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if prefix else steps)
-    # Runs of spaces are matched where the text already has marks; with a prefix the match itself would get one.
+    # Runs of spaces match where the text already has marks; with a prefix the token itself would be given one.
     marked = (
         ()
         if prefix
@@ -126,18 +126,18 @@ def _split_of(metadata: Mapping[str, Any]) -> Split:
     name = metadata.get(_PREFIX + "pre")
     if name is None:
         raise CheckpointError(
-            "the GGUF file does not name its pre-tokenizer (tokenizer.ggml.pre), as files made before May 2024; "
+            "the GGUF file does not name its pre-tokenizer (tokenizer.ggml.pre), as those made before May 2024; "
             "convert the model again"
         )
     if name not in SPLITS:
         raise UnsupportedModelError(
-            f"the pre-tokenizer {name!r} (tokenizer.ggml.pre) is not known; known are {', '.join(sorted(SPLITS))}"
+            f"tokenizer.ggml.pre {name!r} is not supported; supported are {', '.join(sorted(SPLITS))}"
         )
     return SPLITS[name]
 
 
 def _vocabulary(metadata: Mapping[str, Any], mark_spaces: bool = False) -> _Vocabulary:
-    """Read tokens and types. `mark_spaces` writes runs of spaces, which GGUF spells plainly, with their mark."""
+    """Read tokens and types. `mark_spaces` writes runs of spaces, which GGUF spells plainly, as marks."""
     tokens = _list_of(metadata, "tokens", str)
     types = (
         _list_of(metadata, "token_type", int)
@@ -240,7 +240,8 @@ def _list_of(metadata: Mapping[str, Any], key: str, kind: type) -> list[Any]:
     value = metadata.get(_PREFIX + key)
     if not isinstance(value, list) or not value or not isinstance(value[0], kind):
         raise CheckpointError(
-            f"the GGUF file needs {_PREFIX}{key}, a list of {kind.__name__}, to build its tokenizer; convert the model again"
+            f"the GGUF file needs {_PREFIX}{key}, a list of {kind.__name__}, for its tokenizer; "
+            "convert the model again"
         )
     return value
 

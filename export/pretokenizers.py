@@ -1,7 +1,7 @@
 """How byte-level vocabularies split text before merging, by the name GGUF files give (`tokenizer.ggml.pre`).
 
-The names and what they stand for are llama.cpp's (src/llama-vocab.cpp); where the original tokenizer.json is known to
-normalise text, which llama.cpp leaves out, it is done here.
+The names and what they stand for are llama.cpp's (src/llama-vocab.cpp). Qwen's tokenizer.json composes text first,
+which llama.cpp leaves out; here it is done.
 """
 
 from dataclasses import dataclass
@@ -51,13 +51,7 @@ SPLITS = {
     "tekken": Split((_TEKKEN,), whole_words=True, add_bos=True),
     "qwen2": _QWEN2_SPLIT,
     "deepseek-r1-qwen": _QWEN2_SPLIT,
-    "deepseek-coder": Split((r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥ࠀ-一가-퟿]+", r"\p{N}")),
-    "deepseek-v3": Split(
-        (
-            r"\p{N}{1,3}",
-            "[一-龥぀-ゟ゠-ヿ]+",
-            r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
-            r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
-        )
+    "deepseek-coder": Split(
+        (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+", r"\p{N}")
     ),
 }

@@ -1,7 +1,7 @@
 """Reads safetensors checkpoints, single or sharded, in F32, F16 and BF16.
 
-The header is checked before any tensor is handed out: every byte of the data belongs to exactly one tensor. Tensors are
-read with plain file reads, not mapped: a file cut short while we read is an error, and memory stays bounded.
+The header is checked before any tensor is handed out: every byte of the data belongs to exactly one tensor.
+Tensors are read with plain file reads, not mapped: a file cut short meanwhile is an error, and memory is bounded.
 """
 
 import json
@@ -15,7 +15,7 @@ import numpy as np
 
 from oxidize.runtime.errors import CheckpointError
 
-from .weights import BlockQuantized, StoredTensor
+from .weights import BlockQuantized, LazyTensor
 
 SINGLE_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
@@ -43,7 +43,7 @@ class SafetensorsTensor:
         stored = _ON_DISK.get(self.dtype)
         if stored is None:
             raise CheckpointError(
-                f"{self.path}: tensor {self.name} is {self.dtype}, only F32, F16 and BF16 weights can be exported"
+                f"{self.path}: tensor {self.name} is {self.dtype}, only F32, F16 and BF16 can be exported"
             )
         values = np.empty(math.prod(self.shape), np.float32)
         with self.path.open("rb") as stream:
@@ -70,8 +70,8 @@ def find_safetensors(folder: Path) -> list[Path]:
         return [folder / name for name in sorted(set(_weight_map(index).values()))]
     if any(folder.glob("*.bin")) or any(folder.glob("*.pth")):
         raise CheckpointError(
-            f"{folder} holds pickled weights only, which can run code when loaded; convert them to {SINGLE_NAME} "
-            "(transformers: model.save_pretrained) and export again"
+            f"{folder} holds pickled weights only, which can run code when loaded; convert them to "
+            f"{SINGLE_NAME} (transformers: model.save_pretrained) and export again"
         )
     raise CheckpointError(
         f"{folder} has neither {SINGLE_NAME} nor {INDEX_NAME}; it is not a complete checkpoint"
@@ -80,9 +80,9 @@ def find_safetensors(folder: Path) -> list[Path]:
 
 def read_safetensors(
     folder: Path, rename: Callable[[str], str | None] = lambda name: name
-) -> dict[str, StoredTensor]:
-    """All tensors of a checkpoint folder by name, nothing loaded. `rename` maps a stored name, None leaves it out."""
-    tensors: dict[str, StoredTensor] = {}
+) -> dict[str, LazyTensor]:
+    """All tensors of a checkpoint folder, nothing loaded. `rename` maps a stored name; None leaves it out."""
+    tensors: dict[str, LazyTensor] = {}
     for path in find_safetensors(folder):
         for stored in read_header(path):
             name = rename(stored.name)
@@ -107,12 +107,12 @@ def read_header(path: Path) -> list[SafetensorsTensor]:
             length = int.from_bytes(stream.read(8), "little")
             if size < 8 or length > min(size - 8, _MAX_HEADER):
                 raise CheckpointError(
-                    f"{path} is truncated or not safetensors: a header of {length} bytes in a file of {size}; "
-                    "download it again"
+                    f"{path} is truncated or not safetensors: a header of {length} bytes in a file "
+                    f"of {size}; download it again"
                 )
             text = stream.read(length)
     except OSError as error:
-        raise CheckpointError(f"cannot read {path}: {error.strerror or error}") from error
+        raise CheckpointError(f"cannot read {path}: {error.strerror or error}; download it again") from error
     entries = _parse_header(path, text)
     tensors = [_tensor(path, name, entry, 8 + length) for name, entry in entries.items()]
     _check_tiling(path, tensors, 8 + length, size)
@@ -151,7 +151,8 @@ def _tensor(path: Path, name: str, entry: Any, data_start: int) -> SafetensorsTe
         ) from None
     if bits < 0 or bits != 8 * (end - begin):
         raise CheckpointError(
-            f"{path}: tensor {name} ({dtype} {list(shape)}) does not fill its bytes {begin}..{end}; download it again"
+            f"{path}: tensor {name} ({dtype} {list(shape)}) does not fill its bytes {begin}..{end}; "
+            "download it again"
         )
     return SafetensorsTensor(path, name, dtype, shape, data_start + begin)
 
@@ -195,9 +196,7 @@ def _weight_map(index: Path) -> dict[str, str]:
     return entries
 
 
-def _check_index(
-    index: Path, tensors: Mapping[str, StoredTensor], rename: Callable[[str], str | None]
-) -> None:
+def _check_index(index: Path, tensors: Mapping[str, LazyTensor], rename: Callable[[str], str | None]) -> None:
     listed = {
         renamed: shard for name, shard in _weight_map(index).items() if (renamed := rename(name)) is not None
     }

@@ -1,4 +1,4 @@
-"""Opens a checkpoint, whatever its form: a Hugging Face folder, a GGUF file, or a name on the Hugging Face hub."""
+"""Opens a checkpoint, whatever its form: a Hugging Face folder, a GGUF file, or a name on the hub."""
 
 import re
 from collections.abc import Mapping
@@ -14,7 +14,7 @@ from oxidize.runtime.manifest import GenerationDefaults
 from .config import ModelConfig
 from .config_hf import CONFIG_NAME, GENERATION_NAME, config_from_hf, generation_from_hf, read_json
 from .safetensors_source import INDEX_NAME, find_safetensors, read_safetensors
-from .weights import StoredTensor, TensorTable, WeightSource
+from .weights import LazyTensor, TensorTable, WeightSource
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _TOKENIZER_NAMES = (
@@ -40,7 +40,8 @@ _DERIVED = (
 class Checkpoint:
     """An opened source model: its config, its weights (not yet read) and where they came from.
 
-    `files` are all files it consists of, for provenance; `folder` is set for safetensors, `gguf_metadata` for GGUF.
+    `files` are all files it consists of, for provenance. `folder` is set for safetensors, `gguf_metadata` for
+    GGUF.
     """
 
     kind: str  # "safetensors" | "gguf"
@@ -57,7 +58,7 @@ class Checkpoint:
 def open_source(source: str, offline: bool = False, revision: str | None = None) -> Checkpoint:
     """Open a local folder, a .gguf file, a folder with one .gguf file, or a hub name "organisation/model".
 
-    `offline` uses the hub's local cache alone; `revision` is a branch, tag or commit on the hub. Everything that is
+    `offline` uses the hub's local cache alone; `revision` is a branch, tag or commit on the hub. Whatever is
     missing, damaged or unsupported raises a CheckpointError.
     """
     path = Path(source)
@@ -67,7 +68,7 @@ def open_source(source: str, offline: bool = False, revision: str | None = None)
         return _open_folder(path, path.resolve().name, revision=None)
     if not _HUB_NAME.fullmatch(source) or source.endswith(".gguf"):
         raise CheckpointError(
-            f"{source} is neither a folder, nor a .gguf file, nor a hub name like organisation/model; check the path"
+            f"{source} is neither a folder, nor a .gguf file, nor a hub name (organisation/model); check the path"
         )
     folder = _download(source, offline, revision)
     return _open_folder(folder, source, revision=folder.name)
@@ -143,7 +144,7 @@ def _text_model_name(name: str) -> str | None:
     return name if name == _HEAD else None
 
 
-def _check_tied(folder: Path, tensors: Mapping[str, StoredTensor]) -> None:
+def _check_tied(folder: Path, tensors: Mapping[str, LazyTensor]) -> None:
     """A tied checkpoint may store its head too, as long as it is the embedding."""
     head, embedding = tensors[_HEAD], tensors.get(_EMBEDDING)
     if (
@@ -152,8 +153,8 @@ def _check_tied(folder: Path, tensors: Mapping[str, StoredTensor]) -> None:
         or not np.array_equal(head.load(), embedding.load())
     ):
         raise CheckpointError(
-            f"{folder}: config.json says tie_word_embeddings, but {_HEAD} differs from {_EMBEDDING}; set it to false "
-            "if the head is meant"
+            f"{folder}: config.json says tie_word_embeddings, but {_HEAD} differs from {_EMBEDDING}; "
+            "set it to false if the head is meant"
         )
 
 
@@ -179,6 +180,6 @@ def _download(name: str, offline: bool, revision: str | None) -> Path:
     except (HfHubHTTPError, OSError, ValueError) as error:
         first_line = str(error).strip().splitlines()[:1] or [type(error).__name__]
         raise CheckpointError(
-            f"cannot fetch {name} from the hub ({first_line[0]}); check the name and the network, log in if it is gated, "
-            "or give a local folder"
+            f"cannot fetch {name} from the hub ({first_line[0]}); check the name and the network, "
+            "log in if it is gated, or give a local folder"
         ) from error

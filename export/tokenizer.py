@@ -1,6 +1,6 @@
 """Writes a checkpoint's tokenizer into a bundle: tokenizer.json, the chat template, BOS and EOS.
 
-A Hugging Face folder's tokenizer.json is copied; a GGUF file's is built from its metadata (gguf_tokenizer.py).
+A Hugging Face folder's tokenizer.json is copied; a GGUF file's is built from its metadata, see gguf_tokenizer.
 """
 
 import json
@@ -55,7 +55,7 @@ class _Parts:
 def write_tokenizer(checkpoint: TokenizerSource, out: Path) -> ExportedTokenizer:
     """Write the tokenizer of `checkpoint` into the folder `out`.
 
-    CheckpointError for a missing or malformed tokenizer, UnsupportedModelError for a kind of tokenizer not known here.
+    A missing or malformed tokenizer is a CheckpointError, one of an unknown kind an UnsupportedModelError.
     """
     parts = _from_gguf(checkpoint) if checkpoint.kind == "gguf" else _from_folder(checkpoint)
     (out / TOKENIZER_NAME).write_text(parts.text, encoding="utf-8", newline="")
@@ -137,21 +137,23 @@ def _convert(folder: Path) -> str:
     has_bpe = (folder / "vocab.json").is_file() and (folder / "merges.txt").is_file()
     if not has_spm and not has_bpe:
         raise CheckpointError(
-            f"{folder} has no tokenizer.json, nor a tokenizer.model or vocab.json with merges.txt to make it from; "
-            "add the checkpoint's tokenizer files"
+            f"{folder} has no tokenizer.json, nor a tokenizer.model or vocab.json with merges.txt to make it "
+            "from; add the checkpoint's tokenizer files"
         )
     try:
         from transformers import AutoTokenizer
     except ImportError:
         raise CheckpointError(
-            f"{folder} has no tokenizer.json and making it needs transformers; pip install 'oxidize-ort[export]'"
+            f"{folder} has no tokenizer.json and making it needs transformers; "
+            "pip install 'oxidize-ort[export]'"
         ) from None
     try:
         return AutoTokenizer.from_pretrained(str(folder), local_files_only=True).backend_tokenizer.to_str()
     except Exception as error:  # whatever the converter runs into, the remedy is the same
         reason = " ".join(str(error).split())[:200]
         raise CheckpointError(
-            f"transformers cannot convert the tokenizer in {folder} ({reason}); add the checkpoint's tokenizer.json"
+            f"transformers cannot convert the tokenizer in {folder} ({reason}); "
+            "add the checkpoint's tokenizer.json"
         ) from None
 
 

@@ -1,6 +1,6 @@
 """Reads checkpoint tensors lazily and strictly, one at a time, under Hugging Face's names.
 
-A format (`safetensors_source`, `gguf_source`) supplies one `StoredTensor` per name; `TensorTable` does the rest.
+A format (`safetensors_source`, `gguf_source`) supplies one `LazyTensor` per name, `TensorTable` does the rest.
 """
 
 from collections.abc import Mapping
@@ -49,7 +49,7 @@ class WeightSource(Protocol):
         ...
 
 
-class StoredTensor(Protocol):
+class LazyTensor(Protocol):
     """One tensor at rest. Nothing is held in memory until it is loaded."""
 
     @property
@@ -69,7 +69,7 @@ class StoredTensor(Protocol):
 class TensorTable:
     """The `WeightSource` over stored tensors of any format."""
 
-    def __init__(self, origin: str, tensors: Mapping[str, StoredTensor]):
+    def __init__(self, origin: str, tensors: Mapping[str, LazyTensor]):
         self._origin = origin  # the file or folder that error messages name
         self._tensors = dict(tensors)
         self._unread = dict.fromkeys(self._tensors)
@@ -87,8 +87,8 @@ class TensorTable:
         stored = self._get(name)
         if stored.shape != tuple(shape):
             raise CheckpointError(
-                f"{self._origin}: tensor {name} has shape {list(stored.shape)}, the config asks for {list(shape)}; "
-                "config and weights are not of the same model"
+                f"{self._origin}: tensor {name} has shape {list(stored.shape)}, the config asks for "
+                f"{list(shape)}; config and weights are not of the same model"
             )
         values = stored.load()
         self._unread.pop(name, None)
@@ -105,10 +105,10 @@ class TensorTable:
         """Names nobody has read yet, in the source's order."""
         return list(self._unread)
 
-    def _get(self, name: str) -> StoredTensor:
+    def _get(self, name: str) -> LazyTensor:
         stored = self._tensors.get(name)
         if stored is None:
             raise CheckpointError(
-                f"{self._origin} has no tensor {name}, which its config calls for; the checkpoint is incomplete"
+                f"{self._origin} has no tensor {name}, which its config asks for; the checkpoint is incomplete"
             )
         return stored

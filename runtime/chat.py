@@ -1,7 +1,7 @@
 """Chat templates: messages in, prompt text out, by the rules transformers uses.
 
-Templates come with checkpoints, so they are hostile until proven otherwise: they run in jinja2's immutable sandbox
-and see plain data only.
+Templates come with checkpoints, so they are hostile until proven otherwise: they run in jinja2's immutable
+sandbox and see plain data only.
 """
 
 import json

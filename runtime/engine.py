@@ -54,7 +54,7 @@ class Engine:
         self.target = Target(bundle, options.runtime, floor=2 if options.exact else 1)
         drafter = open_drafter(bundle, options)
         self.tokenizer = Tokenizer.load(bundle.folder, bundle.manifest.tokenizer)
-        self.template = ChatTemplate.load(bundle.folder, bundle.manifest.tokenizer)
+        self.has_template = bundle.manifest.tokenizer.chat_template is not None
         self.decoder = SpeculativeDecoder(self.target, drafter)
         if check is not None:
             check.result()
@@ -77,7 +77,8 @@ class Engine:
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None
     ) -> list[int]:
         """Tokens of a conversation, rendered with the checkpoint's template, the answer's beginning included."""
-        text = self.template.render(messages, add_generation_prompt=True, tools=tools)
+        template = ChatTemplate.load(self.bundle.folder, self.bundle.manifest.tokenizer)
+        text = template.render(messages, add_generation_prompt=True, tools=tools)
         return self.tokenizer.encode(text, add_special=False)
 
     def stream(

@@ -1,10 +1,11 @@
-"""Randomness as a function: noise is a hash of (seed, choice, domain, position, round, token id), never a stream.
+"""Randomness as a function: noise is a hash of (seed, choice, domain, position, round, token id), no stream.
 
-Because nothing is consumed, a token's noise does not depend on how many tokens were drafted, rejected or asked for
-before it. What each domain is for, and why they are apart, is argued in `acceptance.py`.
+Because nothing is consumed, a token's noise does not depend on how many tokens were drafted, rejected or asked
+for before it. What each domain is for, and why they are apart, is argued in `acceptance.py`.
 
-The hash is counter based: the first five words are absorbed one after the other by SplitMix64's finaliser (Steele,
-Lea and Flood 2014, constants of Stafford's variant 13); the result starts a SplitMix64 sequence indexed by token id.
+The hash is counter based: the first five words are absorbed one after the other by SplitMix64's finaliser
+(Steele, Lea and Flood 2014, with the constants of Stafford's variant 13); the result starts a SplitMix64 sequence
+indexed by token id.
 """
 
 from dataclasses import dataclass
@@ -60,7 +61,7 @@ def uniform(
 def gumbel(
     key: NoiseKey, domain: Domain, position: int, ids: int | np.ndarray, round_: int = 0
 ) -> float | np.ndarray:
-    """Return standard Gumbel noise, -log(-log u): argmax(log p + gumbel) has the law p (the Gumbel-max trick)."""
+    """Return standard Gumbel noise, -log(-log u), shaped like `uniform`: argmax(log p + gumbel) has the law p."""
     return -np.log(-np.log(uniform(key, domain, position, ids, round_)))
 
 

@@ -1,10 +1,10 @@
 """Logits become a law exactly once; everything downstream sees laws, and greedy is just the one-hot one.
 
-With z = logits / temperature the law is defined by the order "logit descending, id ascending on ties" and by the
-weights w = exp(z - max z), as follows:
+With z = logits / temperature, the law is defined by the order "logit descending, id ascending on ties" and by
+the weights w = exp(z - max z), as follows:
 
 1. top-k keeps the first k tokens of the order, exactly k.
-2. top-p keeps the smallest prefix of what is left whose weight is at least top_p times the weight of what is left.
+2. top-p keeps the smallest prefix of what is left that weighs at least top_p times all that is left.
 3. min-p keeps the tokens whose weight is at least min_p (the heaviest token weighs 1).
 4. The weights that remain are divided by their sum. A weight that underflows to zero is not in the law.
 
@@ -21,12 +21,14 @@ from .noise import Domain, NoiseKey, uniform
 
 _MIN_TEMPERATURE, _MAX_TEMPERATURE = 1e-6, 1e6
 _HEAD = 256  # tokens sorted in the hope that they hold the nucleus
-_BINS, _BINS_PER_NAT = 2048, 32  # the last bin takes what is 64 nats or more below the peak
-_TAIL_BOUNDS = 1 + np.array(
-    [-1e-5, 1e-5]
-)  # a float32 sum of exponentials is well within 1e-5 of the true one
+_BINS, _BINS_PER_LOGIT = 4096, 64  # the last bin takes what is 64 or more below the peak
+# What a float32 sum of exponentials may be off by: three roundings of an exponent of at most 88 (below that the
+# terms vanish) give 1.6e-5, the exponential and the pairwise sum 2e-6.
+_TAIL_BOUNDS = 1 + np.array([-3e-5, 3e-5])
 _LOWEST = np.finfo(np.float32).min
 _SMALLEST = math.ulp(0.0)
+_CHUNK = 8192  # entries of a law drawn from at a time: the work stays in the cache of the core
+_ROUNDING = 1 + 1e-9  # keeps rounding from excluding the winner of a race
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,25 +96,37 @@ class Law:
     def draw(self, key: NoiseKey, domain: Domain, position: int, round_: int = 0) -> int:
         """Return argmax over the law of log p + Gumbel noise, which has exactly this law.
 
-        Computed as the equal race argmin E / p with E = -log u exponential, which needs one logarithm instead of three.
+        Computed as the same race in exponential form: the winner is argmin E / p with E = -log u.
         """
         if self.ids is not None and len(self.ids) == 1:
             return int(self.ids[0])
-        ids = np.arange(len(self.probs)) if self.ids is None else self.ids
-        noise = uniform(key, domain, position, ids, round_)
-        runners = _runners(noise, self.probs)
-        times = -np.log(noise[runners]) / self.probs[runners]
-        return int(ids[runners[times.argmin()]])
+        winner, best = -1, math.inf
+        for start in range(0, len(self.probs), _CHUNK):
+            probs = self.probs[start : start + _CHUNK]
+            ids = (
+                np.arange(start, start + len(probs)) if self.ids is None else self.ids[start : start + _CHUNK]
+            )
+            index, time = _race(uniform(key, domain, position, ids, round_), probs, best)
+            if time < best:
+                winner, best = int(ids[index]), time
+        return winner
 
 
-def _runners(noise: np.ndarray, probs: np.ndarray) -> np.ndarray:
-    """Indices [m] of the entries that may win the race, so that few logarithms are taken.
+def _race(noise: np.ndarray, probs: np.ndarray, limit: float) -> tuple[int, float]:
+    """Return index and arrival time of the first of entries [n] to arrive; inf when none is earlier than `limit`.
 
-    -log u >= 1 - u, so an entry with 1 - u above p times the arrival of another entry, here the likeliest, cannot win.
+    E = -log u >= 1 - u, so an entry with 1 - u above p times a known arrival is late: few logarithms are taken.
     """
-    likeliest = probs.argmax()
-    arrival = -math.log(noise[likeliest]) / probs[likeliest]
-    return np.flatnonzero((1 - noise <= arrival * probs) & (probs > 0))
+    likeliest = int(probs.argmax())
+    if probs[likeliest] == 0:
+        return likeliest, math.inf
+    limit = min(limit, -math.log(noise[likeliest]) / float(probs[likeliest]))
+    runners = np.flatnonzero(1 - noise <= limit * _ROUNDING * probs)
+    if len(runners) == 0:
+        return likeliest, math.inf
+    times = -np.log(noise[runners]) / probs[runners]
+    first = int(times.argmin())
+    return int(runners[first]), float(times[first])
 
 
 def law_of(logits: np.ndarray, params: SamplingParams) -> Law:
@@ -134,15 +148,16 @@ def law_of(logits: np.ndarray, params: SamplingParams) -> Law:
     if params.min_p > 0:
         return _cut_min_p(row, peak, params)
     weights = _weights(row, peak, params)
-    return Law(None, weights / weights.sum())
+    weights /= weights.sum()
+    return Law(None, weights)
 
 
 def _why_not_finite(row: np.ndarray, peak: float) -> str:
     if peak == -math.inf:
-        return f"every one of the {len(row)} logits is -inf, so no token is allowed; loosen the mask or the logit bias"
+        return f"all {len(row)} logits are -inf, so no token is allowed; loosen the mask or the logit bias"
     return (
-        f"expected finite logits (or -inf), found {np.isnan(row).sum()} NaN and {np.isposinf(row).sum()} +inf in a row"
-        f" of {len(row)}; the model overflowed: export it with a wider precision"
+        f"expected finite logits (or -inf), found {np.isnan(row).sum()} NaN and {np.isposinf(row).sum()} +inf"
+        f" in a row of {len(row)}; the model overflowed: export it with a wider precision"
     )
 
 
@@ -164,7 +179,7 @@ def _cut_top_p(row: np.ndarray, peak: float, params: SamplingParams) -> Law:
 def _short_nucleus(row: np.ndarray, peak: float, params: SamplingParams) -> Law | None:
     """Cut a sorted head of the row by top-p; None when the nucleus may reach beyond it.
 
-    The weight of the tail is summed in float32 and so known within a bound. The cut must fall on one token at both ends.
+    The tail is summed in float32, so the total is known within bounds. The cut must be the same at both.
     """
     ids = _head(row, _HEAD)
     weights = _weights(row[ids], peak, params)
@@ -179,9 +194,9 @@ def _short_nucleus(row: np.ndarray, peak: float, params: SamplingParams) -> Law 
 
 
 def _wide_nucleus(row: np.ndarray, peak: float, params: SamplingParams) -> Law:
-    """Cut a row by top-p in float64 without sorting it: bin the logits, then sort only the bin in which the cut falls."""
+    """Cut a row by top-p in float64: bin the logits, then sort only the bin in which the cut falls."""
     weights = _weights(row, peak, params)
-    bins = _bins(row, peak, params)
+    bins = _bins(row, peak)
     running = np.bincount(bins, weights, minlength=_BINS).cumsum()
     goal = params.top_p * running[-1]
     edge_bin = int(running.searchsorted(goal))
@@ -194,11 +209,10 @@ def _wide_nucleus(row: np.ndarray, peak: float, params: SamplingParams) -> Law:
     return _normalised(ids, weights[ids], params)
 
 
-def _bins(row: np.ndarray, peak: float, params: SamplingParams) -> np.ndarray:
-    """Number the logits by their distance from the peak, int64 [V]; a larger logit never has a larger number."""
+def _bins(row: np.ndarray, peak: float) -> np.ndarray:
+    """Number the logits by their distance from the peak, int64 [V]; a larger logit has no larger number."""
     with np.errstate(over="ignore"):
-        distance = np.float32(peak) - row
-        distance *= np.float32(_BINS_PER_NAT / params.temperature)
+        distance = (np.float32(peak) - row) * np.float32(_BINS_PER_LOGIT)
     return np.minimum(distance, np.float32(_BINS - 1), out=distance).astype(np.int64)
 
 
@@ -241,8 +255,8 @@ def _weights32(row: np.ndarray, peak: float, params: SamplingParams) -> np.ndarr
 def _head(row: np.ndarray, size: int) -> np.ndarray:
     """Ids int64 [m] of the largest logits in the order of the law; m >= size unless fewer are above -inf.
 
-    The maxima of more than `size` disjoint blocks of the row are that many different logits, so the size-th largest of the
-    maxima bounds the size-th largest logit from below, and few logits more than `size` reach it.
+    The maxima of more than `size` disjoint blocks of the row are that many different logits, so the size-th largest
+    of the maxima bounds the size-th largest logit from below, and few logits more than `size` reach it.
     """
     blocks = 4 * size
     depth = len(row) // blocks

@@ -1,14 +1,13 @@
 """Text to token ids and back: the tokenizer, incremental detokenizing, stop strings.
 
-The only door to the `tokenizers` package, opened when a tokenizer is loaded. Knows nothing of models or sampling.
+The only door to the `tokenizers` package, which is imported when a tokenizer is loaded. Knows nothing of models.
 """
 
 import codecs
-import json
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from .errors import BundleError, UsageError
 from .manifest import TokenizerFiles
@@ -28,7 +27,7 @@ class Tokenizer:
         backend.no_truncation()
         backend.no_padding()
         self._backend = backend
-        self._byte_level = _is_byte_level(json.loads(backend.to_str())["decoder"])
+        self._byte_level = type(backend.decoder).__name__ == "ByteLevel"
 
     @classmethod
     def load(cls, folder: Path, files: TokenizerFiles) -> "Tokenizer":
@@ -50,8 +49,8 @@ class Tokenizer:
     def encode(self, text: str, add_special: bool = True) -> list[int]:
         """Token ids of `text`; special tokens spelled in it become their ids.
 
-        `add_special` applies the tokenizer's own rule for BOS and EOS (a raw prompt). A rendered chat template
-        already contains them: pass False.
+        `add_special` applies the tokenizer's own rule for BOS and EOS (a raw prompt). A rendered chat already
+        contains them: pass False.
         """
         try:
             return self._backend.encode(text, add_special_tokens=add_special).ids
@@ -89,13 +88,17 @@ class Tokenizer:
         added = self._backend.get_added_tokens_decoder()
         return frozenset(token_id for token_id, token in added.items() if token.special)
 
+    def token(self, token_id: int) -> str | None:
+        """The token of an id, spelled as the vocabulary spells it; None for an id without one."""
+        return self._backend.id_to_token(token_id) if token_id >= 0 else None
+
     def token_id(self, token: str) -> int | None:
         """The id of a token, spelled as the vocabulary spells it."""
         return self._backend.token_to_id(token)
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes a token adds in the middle of a text; empty for an id without a token."""
-        token = self.table.get(token_id, "")
+        token = self.token(token_id) or ""
         if self._byte_level:
             return _byte_level_bytes(token)
         byte = _byte_of(token)
@@ -109,8 +112,8 @@ class Tokenizer:
 class Detokenizer:
     """Turns the ids of one answer into text, piece by piece; what was returned never changes.
 
-    All pieces joined equal `decode` of all ids, wherever the ids were cut. Half a character is held back, and so is
-    a run of byte tokens (`<0xE2>`), because only its end tells whether it is valid. Special tokens are skipped.
+    All pieces joined equal `decode` of all ids, wherever the ids were cut. Half a character is held back, and so
+    is a run of byte tokens (`<0xE2>`), because only its end tells whether it is valid. Special tokens are skipped.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -121,10 +124,10 @@ class Detokenizer:
 
     def push(self, ids: Iterable[int]) -> str:
         """The text that `ids` add."""
-        known, special = self._tokenizer.table, self._tokenizer.special_ids
-        shown = [token_id for token_id in ids if token_id in known and token_id not in special]
-        if self._tokenizer.byte_level:
-            return self._utf8.decode(b"".join(map(self._tokenizer.token_bytes, shown)))
+        tokenizer = self._tokenizer
+        shown = [i for i in ids if i not in tokenizer.special_ids and tokenizer.token(i) is not None]
+        if tokenizer.byte_level:
+            return self._utf8.decode(b"".join(map(tokenizer.token_bytes, shown)))
         return self._push_pieces(shown)
 
     def flush(self) -> str:
@@ -136,9 +139,8 @@ class Detokenizer:
 
     def _push_pieces(self, ids: list[int]) -> str:
         """Emit up to the last token that is not a single byte."""
-        table = self._tokenizer.table
         for end in range(len(ids), 0, -1):
-            if _byte_of(table[ids[end - 1]]) is None:
+            if _byte_of(self._tokenizer.token(ids[end - 1]) or "") is None:
                 ready = [*self._held, *ids[:end]]
                 self._held = ids[end:]
                 return self._text_of(ready)
@@ -156,8 +158,8 @@ class Detokenizer:
 class StopStrings:
     """Cuts a growing text before the first stop string in it.
 
-    The stop that is complete first, reading character by character, wins; of two that end together the longer.
-    So the outcome depends on the text alone, not on how it was cut into pieces.
+    The stop that is complete first, reading character by character, wins; of two that end together the longer
+    one. So the outcome depends on the text alone, not on how it was cut into pieces.
     """
 
     def __init__(self, stops: Sequence[str] = ()) -> None:
@@ -204,10 +206,6 @@ def _tail_start(text: str, stop: str, floor: int) -> int:
     return len(text)
 
 
-def _is_byte_level(decoder: Any) -> bool:
-    return isinstance(decoder, dict) and decoder.get("type") == "ByteLevel"
-
-
 def _byte_of(token: str) -> int | None:
     """The byte of a byte-fallback token such as `<0xE2>`, else None."""
     if len(token) != 6 or not token.startswith("<0x") or token[5] != ">":
@@ -232,7 +230,7 @@ _BYTE_ALPHABET = _byte_alphabet()
 
 
 def _byte_level_bytes(token: str) -> bytes:
-    """The bytes of a byte-level token; an added token that is not spelled in the alphabet stands for itself."""
+    """The bytes of a byte-level token; an added token not spelled in the alphabet stands for itself."""
     try:
         return bytes([_BYTE_ALPHABET[character] for character in token])
     except KeyError:

@@ -1,4 +1,4 @@
-"""What a drafter is: it sees committed tokens and proposes the next ones. It knows neither the target nor the loop."""
+"""What a drafter is: it sees committed tokens and proposes the next. It knows neither the target nor the loop."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,9 +12,9 @@ from ..sampling import Law, SamplingParams
 class Proposal:
     """The draft tokens of one round.
 
-    laws: the law each token was drawn from, after temperature and cuts, one per token; None when the tokens are a function of
-        the committed text and were proposed with certainty.
-    match_length: for a lookup, how many committed tokens the match shares with the end of the text; 0 otherwise.
+    laws: the law each token was drawn from, after temperature and cuts, one per token; None when the tokens are a
+        function of the committed text and were proposed with certainty.
+    match_length: for a lookup, how many tokens the match shares with the end of the text; 0 otherwise.
     """
 
     tokens: tuple[int, ...] = ()
@@ -26,8 +26,8 @@ class Proposal:
 class DraftContext:
     """What a drafter that samples needs to know of the round it proposes for.
 
-    strict: the match rule is in force, so drafting with the target's own noise agrees with it as often as possible. Under the
-        reject rule that noise is not the drafter's to read (see `acceptance.py`).
+    strict: the match rule is in force, so drafting with the target's own noise agrees with it as often as possible.
+        Under the reject rule that noise is not the drafter's to read (see `acceptance.py`).
     round_: a number that no other round of this text has.
     """
 
@@ -47,7 +47,7 @@ class Drafter(Protocol):
     """Proposes tokens for one text. Between rounds it has observed exactly the committed tokens.
 
     free: proposing costs next to nothing, so proposals may be made only to see how they would have fared.
-    passes, ort_ns: forward passes and nanoseconds spent in ONNX Runtime so far; 0 for a drafter without a model.
+    passes, ort_ns: forward passes and nanoseconds spent in ONNX Runtime so far; 0 without a model.
     """
 
     name: str
@@ -58,8 +58,9 @@ class Drafter(Protocol):
     def propose(self, committed: Sequence[int], k: int, context: DraftContext) -> Proposal:
         """Propose at most k tokens to follow `committed`; an empty proposal is a valid answer.
 
-        A drafter that samples may stop after any token it has drawn. It must not drop a token, or switch to another source,
-        because of what it drew: the tokens that remain would no longer have the laws it reports.
+        A drafter that samples may stop after any token it has drawn. It must not drop a token, or switch to another
+        source, because of what it drew: the tokens that remain would no longer have the laws it reports. The same
+        holds for whoever shortens a proposal with laws.
         """
         ...
 
@@ -68,7 +69,7 @@ class Drafter(Protocol):
         ...
 
     def rewind(self, length: int) -> None:
-        """Return to the state after the first `length` tokens; raises ValueError outside [0, observed length]."""
+        """Return to the state after the first `length` tokens; ValueError outside [0, observed length]."""
         ...
 
     def reset(self) -> None:

@@ -1,8 +1,8 @@
 """Proposes what followed the last time the text ended like this: lookup in the committed tokens, no model.
 
-The index is a suffix automaton (Blumer et al. 1985), built online: after each token it knows the longest suffix of the text
-that occurred before, at an amortised constant cost per token, whatever its length. Each state also keeps where its strings
-ended last, so that among the longest matches the most recent one is continued.
+The index is a suffix automaton (Blumer et al. 1985), built online: after each token it knows the longest suffix of
+the text that occurred before, at an amortised constant cost per token, whatever its length. Each state also keeps
+where its strings ended last, so that among the longest matches the most recent one is continued.
 """
 
 from collections.abc import Sequence
@@ -10,9 +10,7 @@ from collections.abc import Sequence
 from .base import DraftContext, Proposal
 
 _ROOT = 0
-_MARKED = (
-    64  # states marked as recent per token; a longer chain of links only exists inside a long periodic run
-)
+_MARKED = 64  # states whose last end is kept current; only inside a long periodic run is the chain longer
 
 
 class NgramDrafter:
@@ -45,7 +43,7 @@ class NgramDrafter:
             self._index.append(token)
 
     def rewind(self, length: int) -> None:
-        """Forget all but the first `length` tokens, by indexing those again: a rewind of committed text is rare."""
+        """Forget all but the first `length` tokens. They are indexed again: text is rarely taken back."""
         if not 0 <= length <= len(self._tokens):
             raise ValueError(f"cannot rewind to {length}: {len(self._tokens)} tokens were observed")
         if length < len(self._tokens):
@@ -71,7 +69,8 @@ class NgramDrafter:
 class _SuffixAutomaton:
     """All substrings of the tokens appended so far, and the longest suffix that ended earlier as well.
 
-    States are numbers; state s stands for the strings of one set of end positions, the longest of `_lengths[s]` tokens.
+    States are numbers; state s stands for the strings that end at one set of positions, the longest of them of
+    `_lengths[s]` tokens. A state's link leads to its longest suffix that ends at more positions.
     """
 
     def __init__(self) -> None:

@@ -1,0 +1,30 @@
+"""Options and look-ups that several commands share."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+
+Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+_PROVIDERS = click.Choice(["auto", "cpu", "cuda", "tensorrt"])
+_SPIN = click.Choice(["auto", "on", "off"])
+
+
+def runtime_options(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Where and how sessions run."""
+    for option in (
+        click.option("--spin", type=_SPIN, default="auto", show_default=True, help="Whether idle threads spin."),
+        click.option("--threads", type=click.IntRange(0, 1024), default=0, help="CPU threads; 0: one per core."),
+        click.option("--provider", type=_PROVIDERS, default="auto", show_default=True, help="Execution provider."),
+    ):
+        function = option(function)
+    return function
+
+
+def cache_folder() -> Path:
+    """Where oxidize remembers what is worth remembering between runs."""
+    root = os.environ.get("XDG_CACHE_HOME")
+    return (Path(root) if root else Path.home() / ".cache") / "oxidize"
