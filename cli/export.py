@@ -20,13 +20,31 @@ _REFERENCE_LIMIT = 8e9  # bytes of float32 weights up to which measuring the sou
 
 @click.command()
 @click.argument("source")
-@click.option("-o", "--out", required=True, type=click.Path(path_type=Path), help="The bundle folder to write.")
+@click.option(
+    "-o", "--out", required=True, type=click.Path(path_type=Path), help="The bundle folder to write."
+)
 @click.option("--precision", type=click.Choice(["fp32", "fp16", "int4"]), default="int4", show_default=True)
-@click.option("--profile", "profiles", type=click.Choice(["ort", "std"]), multiple=True, help="ort (default), std, or both.")
-@click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True, help="int4 for which kernels.")
-@click.option("--head-bits", type=click.Choice(["4", "8"]), default=None, help="Bits of embedding and head at int4.")
+@click.option(
+    "--profile",
+    "profiles",
+    type=click.Choice(["ort", "std"]),
+    multiple=True,
+    help="ort (default), std, or both.",
+)
+@click.option(
+    "--device",
+    type=click.Choice(["cpu", "cuda"]),
+    default="cpu",
+    show_default=True,
+    help="int4 for which kernels.",
+)
+@click.option(
+    "--head-bits", type=click.Choice(["4", "8"]), default=None, help="Bits of embedding and head at int4."
+)
 @click.option("--context", type=click.IntRange(1), help="Longest context to allow, if less than the model's.")
-@click.option("--draft-model", "drafts", multiple=True, metavar="SRC", help="A draft model to put into the bundle.")
+@click.option(
+    "--draft-model", "drafts", multiple=True, metavar="SRC", help="A draft model to put into the bundle."
+)
 @click.option("--revision", help="Branch, tag or commit of a hub id.")
 @click.option("--offline", is_flag=True, help="Never ask the hub; use its local cache.")
 @click.option("--force", is_flag=True, help="Replace a bundle that is already there.")

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 import click
 
 if TYPE_CHECKING:
-    from oxidize.runtime.manifest import Manifest
+    from oxidize.runtime.manifest import GraphEntry, Manifest
 
 
 @click.command()
@@ -16,29 +16,48 @@ def command(bundle: Path, as_json: bool) -> None:
     """Check every hash of BUNDLE and print what it holds."""
     import json
 
-    from oxidize.runtime.manifest import load_manifest, verify_hashes
+    from oxidize.runtime.bundle import check_hashes, open_bundle, open_draft
 
-    manifest = load_manifest(bundle)
-    verify_hashes(bundle, manifest)
-    click.echo(json.dumps(json.loads(manifest.dumps()), ensure_ascii=False) if as_json else _table(manifest))
+    opened = open_bundle(bundle)
+    check_hashes(opened, cache=None)
+    for draft in opened.manifest.drafts:
+        open_draft(opened, draft)
+    manifest = opened.manifest
+    if as_json:
+        click.echo(json.dumps(json.loads(manifest.dumps())))
+    else:
+        click.echo("\n".join(_printable(line) for line in _table(manifest)))
 
 
-def _table(manifest: "Manifest") -> str:
+def _printable(line: str) -> str:
+    """Names in a manifest may come from a stranger; none of them shall steer the terminal."""
+    return "".join(character if character.isprintable() else "\ufffd" for character in line)
+
+
+def _table(manifest: "Manifest") -> list[str]:
     model, source = manifest.model, manifest.provenance
     size = sum(entry.size for entry in manifest.files.values())
     lines = [
         f"target     {source.source} ({model.architecture}), {manifest.precision}, {size / 1e6:.0f} MB",
         f"model      {model.layers} layers, hidden {model.hidden_size}, {model.heads} heads on {model.kv_heads} "
-        f"of {model.head_dim}, vocabulary {model.token_count} of {model.vocab_size}, context {model.max_positions}",
+        f"of {model.head_dim}, vocabulary {model.token_count} of {model.vocab_size}, "
+        f"context {model.max_positions}",
         f"made by    {source.tool}",
         f"taps       {', '.join(map(str, manifest.taps)) or 'none'}",
         f"drafts     {', '.join(f'{draft.name} ({draft.kind})' for draft in manifest.drafts) or 'none'}",
     ]
-    for graph in manifest.graphs:
-        kind = f"{graph.role}, {graph.profile}{', ragged' if graph.ragged else ''}"
-        lines.append(f"graph      {graph.file}: {kind}, opset {graph.opset}, ONNX Runtime >= {graph.minimum_ort}")
-        for way, specs in (("in", graph.contract.inputs), ("out", graph.contract.outputs)):
-            shown = [f"{spec.name} {spec.dtype}{list(spec.shape)}" for spec in specs if "." not in spec.name]
-            caches = len(specs) - len(shown)
-            lines.append(f"  {way:<4}     {'; '.join(shown)}{f'; {caches} caches' if caches else ''}")
-    return "\n".join(lines)
+    return lines + [line for graph in manifest.graphs for line in _graph_lines(graph)]
+
+
+def _graph_lines(graph: "GraphEntry") -> list[str]:
+    kind = f"{graph.role}, {graph.profile}{', ragged' if graph.ragged else ''}"
+    lines = [f"graph      {graph.file}: {kind}, opset {graph.opset}, ONNX Runtime >= {graph.minimum_ort}"]
+    for way, specs in (("in", graph.contract.inputs), ("out", graph.contract.outputs)):
+        shown = [
+            f"{spec.name} {spec.dtype}[{','.join(map(str, spec.shape))}]"
+            for spec in specs
+            if "." not in spec.name
+        ]
+        caches = len(specs) - len(shown)
+        lines.append(f"  {way:<4}     {'; '.join(shown)}{f'; {caches} caches' if caches else ''}")
+    return lines

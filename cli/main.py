@@ -1,10 +1,10 @@
 """The command group: names the commands, loads one only when it is called, and turns errors into exit codes."""
 
 import importlib
+import io
 import signal
 import sys
 from collections.abc import Sequence
-from importlib import metadata
 from typing import Any
 
 import click
@@ -36,45 +36,59 @@ class LazyGroup(click.Group):
 
 
 def _show_version(ctx: click.Context, parameter: click.Parameter, value: bool) -> None:
+    from importlib import metadata  # costs a third of the time that --help may take
+
     if value and not ctx.resilient_parsing:
         click.echo(f"oxidize {metadata.version('oxidize-ort')}")
         ctx.exit()
 
 
-@click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
-@click.option("--version", is_flag=True, is_eager=True, expose_value=False, callback=_show_version, help="Show it.")
+@click.group(
+    cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100}
+)
+@click.option(
+    "--version", is_flag=True, is_eager=True, expose_value=False, callback=_show_version, help="Show it."
+)
 def cli() -> None:
     """Export language models to ONNX and decode them speculatively: the same text, sooner."""
 
 
 def main(arguments: Sequence[str] | None = None) -> Any:
     """Run the command line and exit: 0 ok, 1 failure, 2 usage, 3 mismatch, 4 bad bundle, 130 interrupt."""
-    sys.exit(run(arguments))
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # unwinds, so that half-written bundles go away
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # an answer may hold what the terminal cannot show
+    sys.exit(run(sys.argv[1:] if arguments is None else arguments))
 
 
-def run(arguments: Sequence[str] | None = None) -> int:
+def run(arguments: Sequence[str]) -> int:
     """Run the command line and return its exit code; errors become one line on stderr."""
     from oxidize.runtime.errors import OxidizeError
 
     try:
-        signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # unwinds, so that half-written bundles go away
-        return cli.main(args=arguments, standalone_mode=False) or 0
+        return cli.main(args=list(arguments) or ["--help"], standalone_mode=False) or 0
     except click.ClickException as error:
-        error.show()
-        return error.exit_code
+        return _fail(f"{error.format_message()}{_hint(error)}", error.exit_code)
     except OxidizeError as error:
-        click.echo(f"error: {_one_line(error)}", err=True)
-        return error.exit_code
+        return _fail(str(error), error.exit_code)
     except (click.Abort, KeyboardInterrupt):
         click.echo("interrupted", err=True)
         return 130
-    except BrokenPipeError:
-        sys.stderr.close()
-        return 0
+    except ModuleNotFoundError as error:
+        package = (error.name or "a package").partition(".")[0]
+        return _fail(f"{package} is not installed; run `pip install 'oxidize-ort[export]'`", 1)
     except MemoryError:
-        click.echo("error: out of memory; use a smaller model, a smaller precision or a shorter context", err=True)
-        return 1
+        return _fail("out of memory; use a smaller model, a smaller precision or a shorter context", 1)
+    except OSError as error:
+        return _fail(f"{error}; check that the path exists and may be used", 1)
 
 
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())
+def _fail(message: str, code: int) -> int:
+    click.echo(f"error: {' '.join(message.split())}", err=True)
+    return code
+
+
+def _hint(error: click.ClickException) -> str:
+    context = error.ctx if isinstance(error, click.UsageError) else None
+    return f" See `{context.command_path} --help`." if context is not None else ""

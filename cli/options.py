@@ -16,15 +16,26 @@ _SPIN = click.Choice(["auto", "on", "off"])
 def runtime_options(function: Callable[..., Any]) -> Callable[..., Any]:
     """Where and how sessions run."""
     for option in (
-        click.option("--spin", type=_SPIN, default="auto", show_default=True, help="Whether idle threads spin."),
-        click.option("--threads", type=click.IntRange(0, 1024), default=0, help="CPU threads; 0: one per core."),
-        click.option("--provider", type=_PROVIDERS, default="auto", show_default=True, help="Execution provider."),
+        click.option(
+            "--spin", type=_SPIN, default="auto", show_default=True, help="Whether idle threads spin."
+        ),
+        click.option(
+            "--threads", type=click.IntRange(0, 1024), default=0, help="CPU threads; 0: one per core."
+        ),
+        click.option(
+            "--provider", type=_PROVIDERS, default="auto", show_default=True, help="Execution provider."
+        ),
     ):
         function = option(function)
     return function
 
 
-def cache_folder() -> Path:
-    """Where oxidize remembers what is worth remembering between runs."""
-    root = os.environ.get("XDG_CACHE_HOME")
-    return (Path(root) if root else Path.home() / ".cache") / "oxidize"
+def cache_folder() -> Path | None:
+    """Where oxidize remembers what is worth remembering between runs; None where there is no home."""
+    root = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    if root.is_absolute():
+        return root / "oxidize"
+    try:
+        return Path.home() / ".cache" / "oxidize"
+    except RuntimeError:
+        return None

@@ -5,6 +5,7 @@ import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,22 +23,51 @@ DEFAULT_DRAFT_TOKENS = 15
 @click.argument("bundle", type=click.Path(path_type=Path))
 @click.argument("prompt_argument", metavar="[PROMPT|-]", required=False)
 @click.option("--prompt", help="The prompt, if not given as an argument or on stdin (-).")
-@click.option("--chat/--raw", "chat", default=None, help="Wrap the prompt in the chat template (default when it has one).")
-@click.option("-n", "--max-tokens", type=click.IntRange(1), default=256, show_default=True, help="Longest answer, in tokens.")
-@click.option("--temperature", type=float, default=0.0, show_default=True, help="0 takes the likeliest token.")
+@click.option(
+    "--chat/--raw",
+    "chat",
+    default=None,
+    help="Wrap the prompt in the chat template (default when it has one).",
+)
+@click.option(
+    "-n",
+    "--max-tokens",
+    type=click.IntRange(1),
+    default=256,
+    show_default=True,
+    help="Longest answer, in tokens.",
+)
+@click.option(
+    "--temperature", type=float, default=0.0, show_default=True, help="0 takes the likeliest token."
+)
 @click.option("--top-k", type=int, default=0, help="Keep the k likeliest tokens; 0: all.")
 @click.option("--top-p", type=float, default=1.0, help="Keep the likeliest tokens that make up this much.")
-@click.option("--min-p", type=float, default=0.0, help="Drop tokens less likely than this share of the likeliest.")
+@click.option(
+    "--min-p", type=float, default=0.0, help="Drop tokens less likely than this share of the likeliest."
+)
 @click.option("--seed", type=int, default=0, show_default=True, help="Names the sampled text.")
 @click.option("--stop", "stops", multiple=True, help="End the answer before this text; may be repeated.")
-@click.option("--draft-model", default="auto", show_default=True, help="auto, ngram, none, a draft's name, or a bundle.")
-@click.option("--draft-tokens", default="auto", show_default=True, help="At most this many draft tokens a round, or auto.")
-@click.option("--strict", is_flag=True, help="Keep only the target's own tokens: same seed, same text, with any draft.")
-@click.option("--exact", is_flag=True, help="Passes of two rows or more only: bitwise the same with any draft and k.")
+@click.option(
+    "--draft-model", default="auto", show_default=True, help="auto, ngram, none, a draft's name, or a bundle."
+)
+@click.option(
+    "--draft-tokens",
+    default="auto",
+    show_default=True,
+    help="At most this many draft tokens a round, or auto.",
+)
+@click.option(
+    "--strict", is_flag=True, help="Keep only the target's own tokens: same seed, same text, with any draft."
+)
+@click.option(
+    "--exact", is_flag=True, help="Passes of two rows or more only: bitwise the same with any draft and k."
+)
 @click.option("--no-spec", is_flag=True, help="Decode plainly, one token at a time.")
 @runtime_options
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON line with text, tokens and statistics.")
-def command(bundle: Path, prompt_argument: str | None, prompt: str | None, as_json: bool, **options: Any) -> None:
+def command(
+    bundle: Path, prompt_argument: str | None, prompt: str | None, as_json: bool, **options: Any
+) -> None:
     """Answer PROMPT from BUNDLE. The text goes to stdout, one line of statistics to stderr."""
     from oxidize.runtime.engine import Engine
 
@@ -45,7 +75,7 @@ def command(bundle: Path, prompt_argument: str | None, prompt: str | None, as_js
     config, params = _config(options), _params(options)
     engine = Engine.open(bundle, _engine_options(options))
     tokens = _encode(engine, text, options["chat"])
-    with _first_interrupt() as interrupt:
+    with _graceful_interrupt() as interrupt:
         deltas = _until(engine.stream(tokens, config, params, options["stops"]), interrupt)
         answer = _collect(deltas) if as_json else _print(deltas)
     if as_json:
@@ -60,16 +90,24 @@ def _read_prompt(argument: str | None, option: str | None) -> str:
     if argument is not None and option is not None:
         raise UsageError("the prompt was given twice, as an argument and with --prompt; give it once")
     text = option if option is not None else argument
-    if text is None and sys.stdin.isatty():
+    if text is None and (sys.stdin is None or sys.stdin.isatty()):
         raise UsageError("no prompt: give one as an argument, with --prompt, or on stdin with -")
     if text is None or (text == "-" and option is None):
-        try:
-            text = sys.stdin.buffer.read().decode("utf-8")
-        except UnicodeDecodeError as error:
-            raise UsageError(f"stdin is not UTF-8 text (byte {error.start}); convert it, e.g. with iconv") from None
+        text = _read_stdin()
     if not text:
         raise UsageError("the prompt is empty; give at least one character")
     return text
+
+
+def _read_stdin() -> str:
+    from oxidize.runtime.errors import UsageError
+
+    try:
+        return click.get_binary_stream("stdin").read().decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise UsageError(
+            f"stdin is not UTF-8 text (byte {error.start}); convert it, e.g. with iconv"
+        ) from None
 
 
 def _config(options: dict[str, Any]) -> Any:
@@ -87,7 +125,7 @@ def _draft_tokens(value: str) -> int:
 
     if value == "auto":
         return DEFAULT_DRAFT_TOKENS
-    if not value.isdigit():
+    if not (value.isascii() and value.isdecimal() and len(value) < 10):
         raise UsageError(f"--draft-tokens must be auto or a number from 0 on, not {value!r}")
     return int(value)
 
@@ -115,27 +153,35 @@ def _encode(engine: "Engine", text: str, chat: bool | None) -> list[int]:
     return engine.encode(text)
 
 
-@contextmanager
-def _first_interrupt() -> Iterator[list[bool]]:
-    """The first Ctrl-C only sets the flag, so that the answer ends cleanly; the second one raises."""
-    flag = [False]
+@dataclass(slots=True)
+class _Interrupt:
+    """What Ctrl-C means: stop at once before the answer has begun, then end it cleanly, and the second time stop."""
 
-    def handle(*_: object) -> None:
-        if flag[0]:
+    begun: bool = False
+    asked: bool = False
+
+    def handle(self, *_: object) -> None:
+        """The handler of SIGINT."""
+        if self.asked or not self.begun:
             raise KeyboardInterrupt
-        flag[0] = True
+        self.asked = True
 
-    previous = signal.signal(signal.SIGINT, handle)
+
+@contextmanager
+def _graceful_interrupt() -> Iterator[_Interrupt]:
+    interrupt = _Interrupt()
+    previous = signal.signal(signal.SIGINT, interrupt.handle)
     try:
-        yield flag
+        yield interrupt
     finally:
         signal.signal(signal.SIGINT, previous)
 
 
-def _until(deltas: "Iterator[Delta]", interrupt: list[bool]) -> "Iterator[Delta]":
+def _until(deltas: "Iterator[Delta]", interrupt: _Interrupt) -> "Iterator[Delta]":
     for delta in deltas:
+        interrupt.begun = True
         yield delta
-        if interrupt[0]:
+        if interrupt.asked:
             return
 
 

@@ -1,6 +1,7 @@
 """Assembles a bundle: graphs, tokenizer, drafts and manifest, written aside and moved into place at the end."""
 
 import errno
+import json
 import os
 import shutil
 from collections.abc import Iterator, Sequence
@@ -25,9 +26,10 @@ from oxidize.runtime.manifest import (
 from .build import ExportPlan, Progress, build_graphs
 from .config import ModelConfig
 from .source import Checkpoint
-from .tokenizer import write_tokenizer
+from .tokenizer import ExportedTokenizer, write_tokenizer
 
 DRAFTS_FOLDER = "drafts"
+_TAKEN = ("auto", "none", "ngram")  # what `--draft-model` means by these words is settled
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +53,10 @@ def export_bundle(
 
     An existing `out` is a UsageError unless `force` is set and it is a bundle; it is then replaced at the very end.
     """
+    out = Path(os.path.realpath(out))  # a link to a bundle stays a link
     check_free(out, force)
-    check_space(out, estimate_bytes(checkpoint.config, plan))
+    check_drafts(drafts)
+    check_space(out, sum(estimate_bytes(part.config, its) for part, its in _parts(checkpoint, plan, drafts)))
     with _workspace(out) as folder:
         manifest = _write(checkpoint, plan, folder, drafts, progress)
         _move_into_place(folder, out)
@@ -60,16 +64,46 @@ def export_bundle(
 
 
 def check_free(out: Path, force: bool) -> None:
-    """Refuse to overwrite anything but a bundle, and a bundle only when asked to."""
-    if not out.exists():
+    """Refuse to overwrite anything but an empty folder or, when asked to, a bundle with nothing else in it."""
+    if not os.path.lexists(out) or (out.is_dir() and not any(out.iterdir())):
         return
-    is_bundle = (out / MANIFEST_NAME).is_file()
-    if not is_bundle and not (out.is_dir() and not any(out.iterdir())):
+    listed = _bundle_files(out)
+    if listed is None:
         raise UsageError(f"{out} exists and is not a bundle; nothing was written, choose another -o")
-    if is_bundle and not force:
+    if not force:
         raise UsageError(
             f"{out} already holds a bundle; nothing was written, choose another -o or pass --force"
         )
+    for path in sorted(out.rglob("*")):
+        name = path.relative_to(out).as_posix()
+        if name not in listed and (path.is_symlink() or not path.is_dir()):
+            raise UsageError(f"{path} is no part of the bundle; nothing was written, move it away first")
+
+
+def _bundle_files(folder: Path) -> set[str] | None:
+    """What the bundle in `folder` consists of, whatever its version or damage; None if it is none."""
+    try:
+        raw = json.loads((folder / MANIFEST_NAME).read_text(encoding="utf-8"))
+        return {MANIFEST_NAME, *raw["files"]} if "schema_version" in raw else None
+    except (OSError, ValueError, RecursionError, TypeError, KeyError):
+        return None
+
+
+def check_drafts(drafts: Sequence[DraftSource]) -> None:
+    """Refuse names that cannot be told apart or used, and plans that do not fit."""
+    names = [draft.name for draft in drafts]
+    for draft in drafts:
+        if draft.name in _TAKEN or names.count(draft.name) > 1:
+            raise UsageError(f"the draft name {draft.name!r} is taken; rename the draft's file or folder")
+        if "/" in draft.name or draft.name in ("", ".", ".."):
+            raise UsageError(f"the draft name {draft.name!r} cannot name a folder; rename the draft's file")
+        draft.plan.check(draft.checkpoint.config)
+
+
+def _parts(
+    checkpoint: Checkpoint, plan: ExportPlan, drafts: Sequence[DraftSource]
+) -> list[tuple[Checkpoint, ExportPlan]]:
+    return [(checkpoint, plan), *((draft.checkpoint, draft.plan) for draft in drafts)]
 
 
 def estimate_bytes(config: ModelConfig, plan: ExportPlan) -> int:
@@ -101,15 +135,20 @@ def _write(
     folder: Path,
     drafts: Sequence[DraftSource],
     progress: Progress | None,
+    vocab_sha256: str | None = None,
 ) -> Manifest:
+    """Tokenizer and drafts come first: what can be refused is refused before the long work."""
     with ThreadPoolExecutor(1) as pool:
         sources = pool.submit(_hash_sources, checkpoint)
-        graphs = build_graphs(checkpoint.config, checkpoint.weights, plan, folder, progress)
-        _refuse_unread(checkpoint)
         tokenizer = write_tokenizer(checkpoint, folder)
+        if vocab_sha256 not in (None, tokenizer.files.vocab_sha256):
+            raise _other_vocabulary(checkpoint, tokenizer, vocab_sha256)
+        facts = _facts(checkpoint.config, plan, tokenizer.token_count)
         entries = tuple(
             _write_draft(draft, folder, tokenizer.files.vocab_sha256, progress) for draft in drafts
         )
+        graphs = build_graphs(checkpoint.config, checkpoint.weights, plan, folder, progress)
+        _refuse_unread(checkpoint)
         provenance = Provenance(
             f"oxidize-ort {metadata.version('oxidize-ort')}",
             checkpoint.name,
@@ -120,7 +159,7 @@ def _write(
         SCHEMA_VERSION,
         plan.precision,
         provenance,
-        _facts(checkpoint.config, plan, tokenizer.token_count),
+        facts,
         tokenizer.files,
         checkpoint.generation,
         graphs,
@@ -136,16 +175,18 @@ def _write_draft(
     draft: DraftSource, folder: Path, vocab_sha256: str, progress: Progress | None
 ) -> DraftEntry:
     name = f"{DRAFTS_FOLDER}/{draft.name}"
-    target = folder / name
-    target.mkdir(parents=True)
-    manifest = _write(draft.checkpoint, draft.plan, target, (), progress)
-    if manifest.tokenizer.vocab_sha256 != vocab_sha256:
-        raise UsageError(
-            f"draft {draft.checkpoint.name} has another vocabulary ({manifest.model.token_count} tokens, "
-            f"{manifest.tokenizer.vocab_sha256[:8]}) than the target ({vocab_sha256[:8]}); "
-            "a draft model needs the target's tokenizer"
-        )
+    check_relative(name)
+    (folder / name).mkdir(parents=True)
+    _write(draft.checkpoint, draft.plan, folder / name, (), progress, vocab_sha256)
     return DraftEntry(draft.name, "model", name)
+
+
+def _other_vocabulary(draft: Checkpoint, tokenizer: ExportedTokenizer, expected: str) -> UsageError:
+    return UsageError(
+        f"draft {draft.name} has another vocabulary ({tokenizer.token_count} tokens, "
+        f"{tokenizer.files.vocab_sha256[:8]}) than the target ({expected[:8]}); "
+        "a draft model needs the target's tokenizer"
+    )
 
 
 def _facts(config: ModelConfig, plan: ExportPlan, token_count: int) -> ModelFacts:
@@ -212,13 +253,15 @@ def _workspace(out: Path) -> Iterator[Path]:
 
 
 def _move_into_place(folder: Path, out: Path) -> None:
+    """Rename `folder` to `out`; what was there is put back if that fails, and an interrupt is a failure too."""
     old = folder.with_name(folder.name + "-replaced")
-    if out.exists():
-        out.replace(old)
     try:
+        if out.exists():
+            out.replace(old)
         folder.replace(out)
-    except OSError:
-        if old.exists():
+    except BaseException:
+        if old.exists() and not out.exists():
             old.replace(out)
         raise
-    shutil.rmtree(old, ignore_errors=True)
+    finally:
+        shutil.rmtree(old, ignore_errors=True)

@@ -187,7 +187,7 @@ def _vocab_size(keys: Keys, shapes: Mapping[str, tuple[int, ...]]) -> int:
 
 
 def _rope(keys: Keys, factors: tuple[float, ...] | None, head_dim: int) -> RopeConfig:
-    """Rotary embedding of full layers. llama.cpp derives yarn's attention factor from the scaling factor alone."""
+    """Rotary embedding of full layers. As in llama.cpp, yarn has the attention factor its scaling implies."""
     theta = _decimal(keys.number("rope.freq_base", 10_000.0))
     kind = keys.choice("rope.scaling.type", {"none": "default", "linear": "linear", "yarn": "yarn"}, "none")
     factor = _decimal(keys.number("rope.scaling.factor", 1.0))

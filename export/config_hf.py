@@ -1,7 +1,7 @@
 """Reads Hugging Face's config.json and generation_config.json, strictly.
 
-A key we do not know may change the maths, so each key is either read, listed as harmless, or refused. Defaults
-for absent keys are those of transformers 5.24's configuration classes, because published configs rely on them.
+A key we do not know may change the maths, so each key is read, listed as harmless, or refused. Absent keys
+have the defaults of transformers 5.24's configuration classes, because published configs rely on them.
 """
 
 import json
@@ -47,7 +47,7 @@ def config_from_hf(raw: Mapping[str, Any]) -> ModelConfig:
 
 
 def generation_from_hf(folder: Path) -> GenerationDefaults:
-    """End-of-answer ids and sampling defaults; config.json names the ids where generation_config.json does not."""
+    """End-of-answer ids, from config.json where generation_config.json has none, and sampling defaults."""
     config = read_json(folder / CONFIG_NAME)
     path = folder / GENERATION_NAME
     given = read_json(path) if path.is_file() else {}
@@ -187,7 +187,7 @@ def _gemma3(keys: Keys) -> ModelConfig:
     biased = keys.flag("attention_bias", False)
     config = replace(
         base,
-        attention_scale=keys.number("query_pre_attn_scalar") ** -0.5,
+        attention_scale=keys.positive("query_pre_attn_scalar") ** -0.5,
         attention_bias=biased,
         output_bias=biased,
         qk_norm=True,
@@ -203,14 +203,13 @@ def _gemma3(keys: Keys) -> ModelConfig:
 
 def _gemma3_layer_types(keys: Keys, layers: int) -> tuple[str, ...]:
     """Every `sliding_window_pattern`-th layer is full."""
-    pattern = keys.optional_integer("sliding_window_pattern") or keys.optional_integer(
-        "_sliding_window_pattern"
-    )
+    stated = [keys.optional_integer(key) for key in ("sliding_window_pattern", "_sliding_window_pattern")]
+    pattern = stated[0] or stated[1]
     derived = every_nth_full(layers, pattern or 6)
-    stated = _layer_types(keys, derived)
-    if pattern is not None and stated != derived:
+    types = _layer_types(keys, derived)
+    if pattern and types != derived:
         raise CheckpointError(f"{keys.where}: layer_types and sliding_window_pattern = {pattern} disagree")
-    return stated
+    return types
 
 
 def every_nth_full(layers: int, period: int) -> tuple[str, ...]:

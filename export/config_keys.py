@@ -47,6 +47,13 @@ class Keys:
             raise self._wrong(key, "a number", value)
         return value
 
+    def positive(self, key: str) -> float:
+        """A positive number that has to be there."""
+        value = self.number(key)
+        if value <= 0:
+            raise self._wrong(key, "a positive number", value)
+        return value
+
     def optional_number(self, key: str) -> float | None:
         """A finite number, or None where absent or null."""
         value = self.get(key)
@@ -96,7 +103,7 @@ class Keys:
     def refuse_unread(
         self, harmless: frozenset[str] = frozenset(), only: Mapping[str, Any] | None = None
     ) -> None:
-        """Refuse keys nobody read, save null ones, `harmless` ones, and those equal to their value in `only`."""
+        """Refuse keys nobody read, save null and `harmless` ones and those with their value in `only`."""
         for key in sorted(self._raw.keys() - self._read - harmless):
             value = self._raw[key]
             if value in (None, {}, []) or (only is not None and key in only and value == only[key]):

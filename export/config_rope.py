@@ -1,4 +1,4 @@
-"""Reads Hugging Face's rotary embedding keys: the old rope_theta and rope_scaling, the new rope_parameters."""
+"""Reads Hugging Face's rotary embedding keys: old rope_theta and rope_scaling, new rope_parameters."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -45,7 +45,10 @@ def _outer_theta(keys: Keys, name: str, stated: Mapping[str, Any], default: floa
     inner = Keys(stated, {}, f"{keys.where}: rope_parameters").optional_number("rope_theta")
     if outer is not None and inner is not None and outer != inner:
         raise CheckpointError(f"{keys.where}: {name} = {outer} but rope_parameters says rope_theta = {inner}")
-    return next(theta for theta in (inner, outer, default) if theta is not None)
+    theta = next(theta for theta in (inner, outer, default) if theta is not None)
+    if theta <= 1:
+        raise CheckpointError(f"{keys.where}: {name} must exceed 1, not {theta}")
+    return theta
 
 
 def _parse(stated: Mapping[str, Any], theta: float, outer: Keys) -> RopeConfig:
@@ -67,18 +70,15 @@ def _default(_keys: Keys, theta: float, _max_positions: int) -> RopeConfig:
 
 
 def _linear(keys: Keys, theta: float, _max_positions: int) -> RopeConfig:
-    return RopeConfig(theta, "linear", _factor(keys))
+    return RopeConfig(theta, "linear", keys.positive("factor"))
 
 
 def _llama3(keys: Keys, theta: float, max_positions: int) -> RopeConfig:
-    return RopeConfig(
-        theta,
-        "llama3",
-        _factor(keys),
-        low_freq_factor=keys.number("low_freq_factor"),
-        high_freq_factor=keys.number("high_freq_factor"),
-        original_max_positions=_original(keys, max_positions),
-    )
+    low, high = keys.positive("low_freq_factor"), keys.positive("high_freq_factor")
+    if high <= low:
+        raise CheckpointError(f"{keys.where}: high_freq_factor {high} must exceed low_freq_factor {low}")
+    original = _original(keys, max_positions)
+    return RopeConfig(theta, "llama3", keys.positive("factor"), low, high, original)
 
 
 def _yarn(keys: Keys, theta: float, max_positions: int) -> RopeConfig:
@@ -86,7 +86,7 @@ def _yarn(keys: Keys, theta: float, max_positions: int) -> RopeConfig:
     return RopeConfig(
         theta,
         "yarn",
-        _factor(keys) if keys.get("factor") is not None else max_positions / original,
+        keys.positive("factor") if keys.get("factor") is not None else max_positions / original,
         original_max_positions=original,
         beta_fast=keys.optional_number("beta_fast") or 32.0,
         beta_slow=keys.optional_number("beta_slow") or 1.0,
@@ -95,13 +95,6 @@ def _yarn(keys: Keys, theta: float, max_positions: int) -> RopeConfig:
         mscale_all_dim=keys.optional_number("mscale_all_dim"),
         truncate=keys.flag("truncate", True),
     )
-
-
-def _factor(keys: Keys) -> float:
-    factor = keys.number("factor")
-    if factor <= 0:
-        raise CheckpointError(f"{keys.where}: factor must be positive, not {factor}")
-    return factor
 
 
 def _original(keys: Keys, max_positions: int) -> int:

@@ -1,4 +1,4 @@
-"""Hugging Face config keys as data: transformers 5.24's defaults, keys without effect, keys with one known value."""
+"""Hugging Face config keys as data: transformers 5.24's defaults, harmless keys, keys with one value."""
 
 from typing import Any
 
@@ -55,8 +55,8 @@ IMAGE_KEYS = (
 
 _NAMES = """
 _name_or_path name_or_path architectures model_type transformers_version transformers.js_config
-torch_dtype dtype is_llama_config unsloth_version unsloth_fixed _commit_hash task_specific_params problem_type finetuning_task
-id2label label2id num_labels
+torch_dtype dtype is_llama_config unsloth_version unsloth_fixed _commit_hash task_specific_params
+problem_type finetuning_task id2label label2id num_labels
 """
 _TRAINING = """
 initializer_range attention_dropout hidden_dropout embd_pdrop resid_pdrop attn_pdrop classifier_dropout
@@ -66,13 +66,14 @@ _attn_implementation _attn_implementation_autoset attn_implementation
 """
 _TOKENS = """
 bos_token_id eos_token_id pad_token_id unk_token_id sep_token_id cls_token_id mask_token_id
-decoder_start_token_id forced_bos_token_id forced_eos_token_id begin_suppress_tokens suppress_tokens bad_words_ids
-prefix tokenizer_class
+decoder_start_token_id forced_bos_token_id forced_eos_token_id begin_suppress_tokens suppress_tokens
+bad_words_ids prefix tokenizer_class
 """
 _GENERATION = """
 temperature top_k top_p min_p typical_p do_sample max_length min_length max_new_tokens num_beams
-num_beam_groups num_return_sequences repetition_penalty length_penalty diversity_penalty no_repeat_ngram_size
-encoder_no_repeat_ngram_size early_stopping exponential_decay_length_penalty remove_invalid_values
+num_beam_groups num_return_sequences repetition_penalty length_penalty diversity_penalty
+no_repeat_ngram_size encoder_no_repeat_ngram_size early_stopping exponential_decay_length_penalty
+remove_invalid_values
 """
 HARMLESS = frozenset(f"{_NAMES} {_TRAINING} {_TOKENS} {_GENERATION}".split())
 

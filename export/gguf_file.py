@@ -1,8 +1,8 @@
 """The GGUF container: header, metadata and the place of each tensor, checked against the file's size.
 
 Parsed here and not with `gguf.GGUFReader`, which makes several arrays per string (a 262k vocabulary takes it
-seconds and hundreds of megabytes) and slices past the end of a truncated file without noticing. Format: ggml's
-docs/gguf.md.
+seconds and hundreds of megabytes) and slices past the end of a truncated file without noticing. The format is
+described in ggml's docs/gguf.md.
 """
 
 import math
@@ -168,8 +168,8 @@ class _Header:
         if kind not in READABLE:
             known = {item.value: item.name for item in GGMLQuantizationType}
             raise CheckpointError(
-                f"{self._path}: tensor {name} has the type {known.get(kind, kind)}, which this version cannot "
-                f"read; use a file with {', '.join(_TYPES)}"
+                f"{self._path}: tensor {name} has the type {known.get(kind, kind)}, which is not readable "
+                f"here; use a file with {', '.join(_TYPES)}"
             )
         block, block_bytes = GGML_QUANT_SIZES[GGMLQuantizationType(kind)]
         if not shape or shape[-1] % block:

@@ -1,7 +1,8 @@
 """Hands out GGUF tensors under Hugging Face's names, with the converter's changes undone.
 
-llama.cpp's convert_hf_to_gguf stores Llama's q and k rows in pairs (its rotary embedding rotates neighbours, ours
-halves), and Gemma's norm weights with one added. Both are undone here; the rest is renaming and dequantising.
+llama.cpp's convert_hf_to_gguf stores Llama's q and k rows in pairs (its rotary embedding turns neighbours,
+ours turns the halves of a head), and Gemma's norm weights with one added. The rest is renaming and
+dequantising.
 """
 
 import math
@@ -157,7 +158,7 @@ def _row_order(file: GgufFile, place: TensorPlace) -> tuple[int, ...] | None:
 
 
 def _unpack(packed: np.ndarray, bits: int) -> np.ndarray:
-    """Signed quants: uint8 [..., 16 or 32] -> int8 [..., 32]. Q4_0 keeps the first half in the low nibbles."""
+    """Signed quants: uint8 [..., 16 or 32] -> int8 [..., 32]. Q4_0 has the first half in the low nibbles."""
     if bits == 8:
         return packed.view(np.int8)
     return np.concatenate([packed & 15, packed >> 4], axis=-1).astype(np.int8) - np.int8(8)

@@ -1,7 +1,7 @@
 """Builds a tokenizer from GGUF metadata, with the `tokenizers` package.
 
-Two families: "gpt2" is byte-level BPE with merges, "llama" is SentencePiece BPE with scores, from which the merges
-are recovered. Ids never move: every token of the file keeps its index; padding (type 5) is left out.
+Two families: "gpt2" is byte-level BPE with merges, "llama" is SentencePiece BPE with scores, from which the
+merges are recovered. Ids never move: every token of the file keeps its index; padding (type 5) is left out.
 """
 
 from collections.abc import Mapping, Sequence
@@ -99,7 +99,7 @@ def _byte_level(metadata: Mapping[str, Any]) -> "Tokenizer":
 
 
 def _sentencepiece(metadata: Mapping[str, Any]) -> "Tokenizer":
-    """SentencePiece writes spaces as U+2581, by default one before the text too, and unknown characters as bytes."""
+    """SentencePiece spells spaces U+2581, one more before the text, rare characters as bytes."""
     from tokenizers import Tokenizer, decoders, normalizers
 
     prefix = _flag(metadata, "add_space_prefix", True)
@@ -111,7 +111,7 @@ def _sentencepiece(metadata: Mapping[str, Any]) -> "Tokenizer":
     tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend(_SPACE_MARK), mark]) if prefix else mark
     steps = [decoders.Replace(_SPACE_MARK, " "), decoders.ByteFallback(), decoders.Fuse()]
     tokenizer.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if prefix else steps)
-    # Runs of spaces match where the text already has marks; with a prefix the token itself would be given one.
+    # Runs of spaces match where the text already has marks; with a prefix the token would be given one too.
     marked = (
         ()
         if prefix
@@ -126,8 +126,8 @@ def _split_of(metadata: Mapping[str, Any]) -> Split:
     name = metadata.get(_PREFIX + "pre")
     if name is None:
         raise CheckpointError(
-            "the GGUF file does not name its pre-tokenizer (tokenizer.ggml.pre), as those made before May 2024; "
-            "convert the model again"
+            "the GGUF file does not name its pre-tokenizer (tokenizer.ggml.pre), as files made "
+            "before May 2024; convert the model again"
         )
     if name not in SPLITS:
         raise UnsupportedModelError(

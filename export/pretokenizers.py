@@ -1,7 +1,7 @@
 """How byte-level vocabularies split text before merging, by the name GGUF files give (`tokenizer.ggml.pre`).
 
-The names and what they stand for are llama.cpp's (src/llama-vocab.cpp). Qwen's tokenizer.json composes text first,
-which llama.cpp leaves out; here it is done.
+The names and what they stand for are llama.cpp's (src/llama-vocab.cpp). Qwen's tokenizer.json composes text
+first, which llama.cpp leaves out; here it is done.
 """
 
 from dataclasses import dataclass

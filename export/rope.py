@@ -12,34 +12,29 @@ from oxidize.runtime.errors import UnsupportedModelError
 
 from .config import RopeConfig
 
-KINDS = ("default", "linear", "llama3", "yarn")
+KINDS = ("default", "linear", "factors", "llama3", "yarn")
 
 
-def rope_tables(
-    rope: RopeConfig, head_dim: int, positions: int, factors: np.ndarray | None = None
-) -> tuple[np.ndarray, np.ndarray]:
-    """The cos and sin tables, float32 [positions, head_dim/2], already multiplied by the attention factor.
-
-    factors: optional [head_dim/2] divisors of the inverse frequencies, as some checkpoints store them.
-    """
-    frequencies = inverse_frequencies(rope, head_dim, factors)  # [D/2]
+def rope_tables(rope: RopeConfig, head_dim: int, positions: int) -> tuple[np.ndarray, np.ndarray]:
+    """The cos and sin tables, float32 [positions, head_dim/2], already multiplied by the attention factor."""
+    frequencies = inverse_frequencies(rope, head_dim)  # [D/2]
     angles = np.outer(np.arange(positions, dtype=np.float32), frequencies)  # [P,D/2]
     scale = np.float32(attention_factor(rope))
     return np.cos(angles) * scale, np.sin(angles) * scale
 
 
-def inverse_frequencies(rope: RopeConfig, head_dim: int, factors: np.ndarray | None = None) -> np.ndarray:
+def inverse_frequencies(rope: RopeConfig, head_dim: int) -> np.ndarray:
     """Radians per position of each pair of dimensions, float32 [head_dim/2]."""
+    if rope.kind not in KINDS:
+        raise UnsupportedModelError(f"rope scaling must be one of {', '.join(KINDS)}, not {rope.kind!r}")
     exponents = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
     base = np.float32(1.0) / np.float32(rope.theta) ** exponents  # [D/2]
-    if factors is not None:
-        return (base / factors).astype(np.float32)
     if rope.kind == "default":
         return base
     if rope.kind == "linear":
         return base / np.float32(rope.factor)
-    if rope.kind not in KINDS:
-        raise UnsupportedModelError(f"rope scaling must be one of {', '.join(KINDS)}, not {rope.kind!r}")
+    if rope.kind == "factors":
+        return _divided(base, rope.factors)
     if rope.original_max_positions <= 0:
         raise UnsupportedModelError(
             f"{rope.kind} rope scaling needs original_max_position_embeddings, which the config lacks; add it there"
@@ -56,6 +51,13 @@ def attention_factor(rope: RopeConfig) -> float:
     if rope.mscale and rope.mscale_all_dim:
         return _yarn_mscale(rope.factor, rope.mscale) / _yarn_mscale(rope.factor, rope.mscale_all_dim)
     return _yarn_mscale(rope.factor, 1.0)
+
+
+def _divided(base: np.ndarray, factors: tuple[float, ...] | None) -> np.ndarray:
+    if factors is None or len(factors) != len(base):
+        given = "none" if factors is None else len(factors)
+        raise UnsupportedModelError(f"this rope needs {len(base)} factors, the checkpoint has {given}")
+    return base / np.array(factors, np.float32)
 
 
 def _llama3(base: np.ndarray, rope: RopeConfig) -> np.ndarray:

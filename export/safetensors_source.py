@@ -1,7 +1,8 @@
 """Reads safetensors checkpoints, single or sharded, in F32, F16 and BF16.
 
 The header is checked before any tensor is handed out: every byte of the data belongs to exactly one tensor.
-Tensors are read with plain file reads, not mapped: a file cut short meanwhile is an error, and memory is bounded.
+Plain file reads, not a mapping: a file cut short meanwhile is an error and no crash, and memory stays
+bounded.
 """
 
 import json
@@ -21,10 +22,13 @@ SINGLE_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
 _MAX_HEADER = 100_000_000  # the format's own limit, bytes
 _CHUNK = 1 << 20  # elements converted at a time
-_BITS = {
-    "BOOL": 8, "U8": 8, "I8": 8, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "I16": 16, "U16": 16, "F16": 16, "BF16": 16,
-    "I32": 32, "U32": 32, "F32": 32, "I64": 64, "U64": 64, "F64": 64, "F4": 4,
-}  # fmt: skip
+_WIDTHS = {
+    8: ("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0"),
+    16: ("I16", "U16", "F16", "BF16"),
+    32: ("I32", "U32", "F32"),
+    64: ("I64", "U64", "F64"),
+}
+_BITS = {name: bits for bits, names in _WIDTHS.items() for name in names}
 _ON_DISK = {"F32": "<f4", "F16": "<f2", "BF16": "<u2"}
 
 

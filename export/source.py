@@ -68,7 +68,7 @@ def open_source(source: str, offline: bool = False, revision: str | None = None)
         return _open_folder(path, path.resolve().name, revision=None)
     if not _HUB_NAME.fullmatch(source) or source.endswith(".gguf"):
         raise CheckpointError(
-            f"{source} is neither a folder, nor a .gguf file, nor a hub name (organisation/model); check the path"
+            f"{source} is no folder, no .gguf file and no hub name (organisation/model); check the path"
         )
     folder = _download(source, offline, revision)
     return _open_folder(folder, source, revision=folder.name)

@@ -1,6 +1,6 @@
 """Writes a checkpoint's tokenizer into a bundle: tokenizer.json, the chat template, BOS and EOS.
 
-A Hugging Face folder's tokenizer.json is copied; a GGUF file's is built from its metadata, see gguf_tokenizer.
+A Hugging Face folder's tokenizer.json is copied; a GGUF file's is built from its metadata.
 """
 
 import json

@@ -1,6 +1,6 @@
 """Reads checkpoint tensors lazily and strictly, one at a time, under Hugging Face's names.
 
-A format (`safetensors_source`, `gguf_source`) supplies one `LazyTensor` per name, `TensorTable` does the rest.
+A format (`safetensors_source`, `gguf_source`) supplies a `LazyTensor` per name, `TensorTable` the rest.
 """
 
 from collections.abc import Mapping
@@ -109,6 +109,6 @@ class TensorTable:
         stored = self._tensors.get(name)
         if stored is None:
             raise CheckpointError(
-                f"{self._origin} has no tensor {name}, which its config asks for; the checkpoint is incomplete"
+                f"{self._origin} has no tensor {name}, which its config asks for; it is incomplete"
             )
         return stored

@@ -141,7 +141,9 @@ def open_drafter(bundle: Bundle, options: EngineOptions) -> Drafter | Target | N
     folder = bundle.folder / named[choice].folder if choice in named else Path(choice)
     if choice not in named and not folder.exists():
         known = ", ".join(["none", "ngram", *named])
-        raise UsageError(f"no draft called {choice!r} in the bundle and no folder of that name; known here: {known}")
+        raise UsageError(
+            f"no draft called {choice!r} in the bundle and no folder of that name; known here: {known}"
+        )
     draft = open_bundle(folder)
     check_same_tokenizer(bundle, draft)
     return Target(draft, options.runtime)

@@ -65,7 +65,9 @@ class Generation:
     @property
     def context(self) -> DraftContext:
         """What a drafter may know besides the committed tokens."""
-        return DraftContext(self.params, NoiseKey(self.params.seed, self.choice), self.stats.rounds, self.strict)
+        return DraftContext(
+            self.params, NoiseKey(self.params.seed, self.choice), self.stats.rounds, self.strict
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,20 +1,34 @@
-"""The bundle's manifest: schema, strict loading, validation. The reader defines the format; the exporter obeys it.
+"""The bundle's manifest: schema, loading, validation. The reader defines the format; the exporter obeys it.
 
 Standard library only. The prose of this format is docs/bundle-format.md.
 """
 
 import hashlib
 import json
+import stat
 from collections.abc import Mapping
-from dataclasses import MISSING, asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from pathlib import Path, PurePosixPath
-from typing import Any, get_args, get_origin, get_type_hints
+from reprlib import repr as brief
+from typing import Any
 
-from .contracts import GraphContract
+from .contracts import PROFILES, BodyShape, GraphContract, body_contract, embed_contract, head_contract
 from .errors import BundleError
+from .schema import decode, read_json
 
 SCHEMA_VERSION = 1
 MANIFEST_NAME = "manifest.json"
+_COUNTS = (
+    "layers",
+    "hidden_size",
+    "heads",
+    "kv_heads",
+    "head_dim",
+    "vocab_size",
+    "token_count",
+    "max_positions",
+)
+_ACTIVATIONS = ("float32", "float16")
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,48 +140,47 @@ class Manifest:
 
 
 def load_manifest(folder: Path) -> Manifest:
-    """Read and validate `manifest.json`: schema, paths and file sizes (not hashes, see `verify_hashes`)."""
+    """Read `manifest.json` and check all it says but the hashes (`verify_hashes`), file sizes included."""
     path = folder / MANIFEST_NAME
     try:
-        text = path.read_text(encoding="utf-8")
-    except FileNotFoundError:
+        raw = read_json(path)
+    except (FileNotFoundError, NotADirectoryError):
         raise BundleError(
             f"{folder} is not a bundle: it has no {MANIFEST_NAME}; make one with `oxidize export`"
         ) from None
-    except (OSError, UnicodeDecodeError) as error:
+    except OSError as error:
         raise BundleError(f"cannot read {path}: {error}") from error
-    try:
-        raw = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise BundleError(f"{path} is not valid JSON ({error}); export the bundle again") from None
     manifest = parse_manifest(raw)
     _check_files(folder, manifest)
     return manifest
 
 
 def parse_manifest(raw: Any) -> Manifest:
-    """Build a Manifest from decoded JSON; unknown keys, missing keys and wrong types are BundleErrors."""
+    """Build a Manifest from decoded JSON; anything unknown, missing or contradictory is a BundleError."""
     version = raw.get("schema_version") if isinstance(raw, Mapping) else None
     if version != SCHEMA_VERSION:
         raise BundleError(
-            f"manifest schema_version is {version!r}, this version reads {SCHEMA_VERSION}; export the bundle again"
+            f"manifest schema_version is {brief(version)}, this version reads {SCHEMA_VERSION}; "
+            "export the bundle again"
         )
-    manifest = _decode(Manifest, raw, "manifest")
-    for name in _paths(manifest):
+    manifest = decode(Manifest, raw, "manifest")
+    for name in (*manifest.files, *(draft.folder for draft in manifest.drafts)):
         check_relative(name)
-    listed = set(manifest.files)
-    for entry in manifest.graphs:
-        missing = sorted({entry.file, *entry.data} - listed)
-        if missing:
-            raise BundleError(f"manifest names {missing[0]} for graph {entry.role} but does not list its hash")
+    _check_listed(manifest)
+    _check_facts(manifest.model)
+    _check_graphs(manifest)
     return manifest
 
 
 def check_relative(name: str) -> None:
-    """Refuse a path that could leave the bundle folder."""
+    """Refuse a path that could leave the bundle folder or that some system reads in another way."""
     path = PurePosixPath(name)
-    if not name or path.is_absolute() or ".." in path.parts or "\\" in name or ":" in name or "\0" in name:
-        raise BundleError(f"manifest path {name!r} leaves the bundle folder; the bundle is not safe to load")
+    odd = path.is_absolute() or ".." in path.parts or str(path) != name or any(c in name for c in "\\:")
+    if odd or not path.parts or not name.isprintable():
+        raise BundleError(
+            f"manifest path {brief(name)} is not a plain path inside the bundle folder; "
+            "the bundle is not safe to load"
+        )
 
 
 def verify_hashes(folder: Path, manifest: Manifest, names: tuple[str, ...] | None = None) -> None:
@@ -177,7 +190,7 @@ def verify_hashes(folder: Path, manifest: Manifest, names: tuple[str, ...] | Non
         if actual != manifest.files[name].sha256:
             raise BundleError(
                 f"{folder / name} has sha256 {actual[:12]}..., the manifest says "
-                f"{manifest.files[name].sha256[:12]}...; the file was altered, export or copy the bundle again"
+                f"{manifest.files[name].sha256[:12]}...; it was altered, export or copy the bundle again"
             )
 
 
@@ -190,68 +203,90 @@ def sha256_of(path: Path) -> str:
         raise BundleError(f"cannot read {path}: {error}") from error
 
 
-def _paths(manifest: Manifest) -> list[str]:
-    names = [*manifest.files, manifest.tokenizer.tokenizer, *(draft.folder for draft in manifest.drafts)]
-    if manifest.tokenizer.chat_template:
-        names.append(manifest.tokenizer.chat_template)
-    return names
+def _check_listed(manifest: Manifest) -> None:
+    """Every file that is going to be read must have a hash."""
+    tokenizer = manifest.tokenizer
+    needed = [(tokenizer.tokenizer, "the tokenizer"), (tokenizer.chat_template, "the chat template")]
+    needed += [(f"{draft.folder}/{MANIFEST_NAME}", f"draft {draft.name}") for draft in manifest.drafts]
+    for graph in manifest.graphs:
+        needed += [(name, f"graph {graph.role}") for name in (graph.file, *graph.data)]
+    for name, purpose in needed:
+        if name is not None and name not in manifest.files:
+            raise BundleError(
+                f"manifest names {brief(name)} for {brief(purpose)} but does not list its hash; "
+                "export the bundle again"
+            )
+
+
+def _check_facts(facts: ModelFacts) -> None:
+    for name in _COUNTS:
+        value = getattr(facts, name)
+        if not 1 <= value < 1 << 31:
+            raise BundleError(
+                f"manifest.model.{name} must be a positive number, not {value}; export the bundle again"
+            )
+    if facts.token_count > facts.vocab_size:
+        raise BundleError(
+            f"manifest.model has {facts.token_count} tokens in a vocabulary of {facts.vocab_size}; "
+            "export the bundle again"
+        )
+
+
+def _check_graphs(manifest: Manifest) -> None:
+    """Buffers are sized after the facts and filled by the graphs, so both must say the same."""
+    for graph in manifest.graphs:
+        if graph.contract != _expected_contract(manifest, graph):
+            raise BundleError(
+                f"the contract of graph {brief(graph.file)} is not that of a {brief(graph.role)} graph "
+                f"(profile {brief(graph.profile)}) of this model; export the bundle again"
+            )
+    kinds = {(graph.role, graph.profile, graph.ragged) for graph in manifest.graphs}
+    if len(kinds) < len(manifest.graphs) or len({_activations(graph) for graph in manifest.graphs}) > 1:
+        raise BundleError(
+            "the manifest's graphs contradict each other: two of one kind, or of different types; "
+            "export the bundle again"
+        )
+
+
+def _expected_contract(manifest: Manifest, graph: GraphEntry) -> GraphContract | None:
+    """The contract that role and profile demand for this model; None when there can be none."""
+    facts, dtype = manifest.model, _activations(graph)
+    if graph.profile not in PROFILES or dtype not in _ACTIVATIONS:
+        return None
+    if graph.role == "embed":
+        return embed_contract(facts.hidden_size, dtype)
+    if graph.role == "head":
+        return head_contract(facts.hidden_size, facts.vocab_size, dtype)
+    names = {spec.name for spec in graph.contract.inputs}
+    sliding = "attn_mask_sliding" in names
+    if graph.role != "body" or len(names) < facts.layers or (sliding and facts.sliding_window is None):
+        return None
+    shape = BodyShape(
+        facts.hidden_size, facts.layers, facts.kv_heads, facts.head_dim, dtype, manifest.taps, sliding
+    )
+    return body_contract(shape, graph.profile, graph.ragged)
+
+
+def _activations(graph: GraphEntry) -> str:
+    """The type of the hidden states the graph takes or gives."""
+    types = {spec.name: spec.dtype for spec in (*graph.contract.inputs, *graph.contract.outputs)}
+    return types.get("hidden", types.get("inputs_embeds", ""))
 
 
 def _check_files(folder: Path, manifest: Manifest) -> None:
     root = folder.resolve()
     for name, entry in manifest.files.items():
         path = folder / name
-        if not path.resolve().is_relative_to(root):
-            raise BundleError(f"{path} is a link that leaves the bundle folder; the bundle is not safe to load")
         try:
-            size = path.stat().st_size
-        except OSError:
+            inside, status = path.resolve().is_relative_to(root), path.stat()
+        except (OSError, RuntimeError):  # RuntimeError: a link that points at itself
             raise BundleError(f"{path} is missing; export or copy the bundle again") from None
-        if size != entry.size:
+        if not inside or not stat.S_ISREG(status.st_mode):
             raise BundleError(
-                f"{path} has {size} bytes, the manifest says {entry.size}; export or copy the bundle again"
+                f"{path} leaves the bundle folder, or is no plain file; the bundle is not safe to load"
             )
-
-
-def _decode(kind: Any, value: Any, where: str) -> Any:
-    """Decode JSON into dataclasses, tuples, dicts and scalars after the type hints, strictly."""
-    origin, arguments = get_origin(kind), get_args(kind)
-    if hasattr(kind, "__dataclass_fields__"):
-        return _decode_dataclass(kind, value, where)
-    if origin is tuple:
-        _expect(isinstance(value, list), where, "a list", value)
-        return tuple(_decode(arguments[0], item, f"{where}[{i}]") for i, item in enumerate(value))
-    if origin is dict:
-        _expect(isinstance(value, dict), where, "an object", value)
-        return {key: _decode(arguments[1], item, f"{where}.{key}") for key, item in value.items()}
-    if arguments:  # a union: X | None, int | str
-        if value is None and type(None) in arguments:
-            return None
-        _expect(type(value) in arguments or (float in arguments and type(value) is int), where, str(kind), value)
-        return value
-    if kind is float:
-        _expect(type(value) in (int, float), where, "a number", value)
-        return float(value)
-    _expect(type(value) is kind, where, kind.__name__, value)
-    return value
-
-
-def _decode_dataclass(kind: Any, value: Any, where: str) -> Any:
-    _expect(isinstance(value, dict), where, "an object", value)
-    hints = get_type_hints(kind)
-    unknown = sorted(set(value) - set(hints))
-    if unknown:
-        raise BundleError(f"{where} has the unknown key {unknown[0]!r}; update oxidize or export the bundle again")
-    given = {}
-    for item in fields(kind):
-        if item.name in value:
-            given[item.name] = _decode(hints[item.name], value[item.name], f"{where}.{item.name}")
-        elif item.default is MISSING and item.default_factory is MISSING:
-            raise BundleError(f"{where} lacks the key {item.name!r}; export the bundle again")
-    return kind(**given)
-
-
-def _expect(ok: bool, where: str, expected: str, value: Any) -> None:
-    if not ok:
-        shown = repr(value)
-        raise BundleError(f"{where} must be {expected}, not {shown[:60]}; export the bundle again")
+        if status.st_size != entry.size:
+            raise BundleError(
+                f"{path} has {status.st_size} bytes, the manifest says {entry.size}; "
+                "export or copy the bundle again"
+            )

@@ -1,11 +1,11 @@
 """Randomness as a function: noise is a hash of (seed, choice, domain, position, round, token id), no stream.
 
-Because nothing is consumed, a token's noise does not depend on how many tokens were drafted, rejected or asked
-for before it. What each domain is for, and why they are apart, is argued in `acceptance.py`.
+Because nothing is consumed, a token's noise does not depend on how many tokens were drafted, rejected or
+asked for before it. What each domain is for, and why they are apart, is argued in `acceptance.py`.
 
 The hash is counter based: the first five words are absorbed one after the other by SplitMix64's finaliser
-(Steele, Lea and Flood 2014, with the constants of Stafford's variant 13); the result starts a SplitMix64 sequence
-indexed by token id.
+(Steele, Lea and Flood 2014, with the constants of Stafford's variant 13); the result starts a SplitMix64
+sequence indexed by token id.
 """
 
 from dataclasses import dataclass
@@ -18,7 +18,10 @@ _MASK = (1 << 64) - 1
 _STEP = 0x9E3779B97F4A7C15  # 2^64 / golden ratio, odd
 _MULTIPLIERS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 _SHIFTS = (30, 27, 31)
+_STEP64, _LAST_SHIFT64 = np.uint64(_STEP), np.uint64(_SHIFTS[2])
+_STAGES64 = tuple(zip(np.array(_SHIFTS[:2], np.uint64), np.array(_MULTIPLIERS, np.uint64), strict=True))
 _DROPPED_BITS = 12  # 52 bits remain, so that adding one half is exact and the result stays inside (0, 1)
+_DROPPED_BITS64 = np.uint64(_DROPPED_BITS)
 _UNIT = 2.0**-52
 
 
@@ -49,8 +52,7 @@ def uniform(
     """Return uniform noise, strictly inside (0, 1): one float64 for one id, float64 [n] for ids [n]."""
     start = _absorb(key.seed, key.choice, domain, position, round_)
     if isinstance(ids, np.ndarray):
-        bits = _hash_many(start, ids) >> np.uint64(_DROPPED_BITS)
-        values = bits.astype(np.float64)
+        values = (_hash_many(start, ids) >> _DROPPED_BITS64).astype(np.float64)
         values += 0.5
         values *= _UNIT
         return values
@@ -61,7 +63,7 @@ def uniform(
 def gumbel(
     key: NoiseKey, domain: Domain, position: int, ids: int | np.ndarray, round_: int = 0
 ) -> float | np.ndarray:
-    """Return standard Gumbel noise, -log(-log u), shaped like `uniform`: argmax(log p + gumbel) has the law p."""
+    """Return standard Gumbel noise, shaped like `uniform`; argmax(log p + gumbel) has the law p."""
     return -np.log(-np.log(uniform(key, domain, position, ids, round_)))
 
 
@@ -82,13 +84,13 @@ def _finalise(x: int) -> int:
 def _hash_many(start: int, ids: np.ndarray) -> np.ndarray:
     """`_finalise(start + id * step)` for each of ids [n] -> uint64 [n]; array arithmetic wraps silently."""
     x = ids.astype(np.uint64)
-    x *= np.uint64(_STEP)
+    x *= _STEP64
     x += np.uint64(start)
     scratch = np.empty_like(x)
-    for shift, multiplier in zip(_SHIFTS, _MULTIPLIERS, strict=False):
-        np.right_shift(x, np.uint64(shift), out=scratch)
+    for shift, multiplier in _STAGES64:
+        np.right_shift(x, shift, out=scratch)
         x ^= scratch
-        x *= np.uint64(multiplier)
-    np.right_shift(x, np.uint64(_SHIFTS[2]), out=scratch)
+        x *= multiplier
+    np.right_shift(x, _LAST_SHIFT64, out=scratch)
     x ^= scratch
     return x

@@ -188,7 +188,10 @@ class Policy:
         rate = sum(entry[1] for entry in self._recent) / proposed
         low = self.config.min_acceptance_rate
         if self.state is State.SPECULATING and rate < low:
-            self._enter(State.FALLBACK, f"acceptance {rate:.2f} of the last {proposed} draft tokens is under {low:.2f}")
+            self._enter(
+                State.FALLBACK,
+                f"acceptance {rate:.2f} of the last {proposed} draft tokens is under {low:.2f}",
+            )
             self._until_probe = self._probe_gap
         elif self.state is State.FALLBACK:
             self._leave_fallback(rate, low)
@@ -211,7 +214,6 @@ class Policy:
         self._enter(
             State.SPECULATING if drafting else State.FALLBACK, "prompt is read" if drafting else "no drafter"
         )
-
 
     def finish(self, reason: str) -> None:
         """The sequence is complete."""

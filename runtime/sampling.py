@@ -22,8 +22,8 @@ from .noise import Domain, NoiseKey, uniform
 _MIN_TEMPERATURE, _MAX_TEMPERATURE = 1e-6, 1e6
 _HEAD = 256  # tokens sorted in the hope that they hold the nucleus
 _BINS, _BINS_PER_LOGIT = 4096, 64  # the last bin takes what is 64 or more below the peak
-# What a float32 sum of exponentials may be off by: three roundings of an exponent of at most 88 (below that the
-# terms vanish) give 1.6e-5, the exponential and the pairwise sum 2e-6.
+# What a float32 sum of exponentials may be off by: three roundings of an exponent of at most 88 (further down
+# the terms vanish) give 1.6e-5, the exponential and the pairwise sum 2e-6.
 _TAIL_BOUNDS = 1 + np.array([-3e-5, 3e-5])
 _LOWEST = np.finfo(np.float32).min
 _SMALLEST = math.ulp(0.0)
@@ -103,9 +103,7 @@ class Law:
         winner, best = -1, math.inf
         for start in range(0, len(self.probs), _CHUNK):
             probs = self.probs[start : start + _CHUNK]
-            ids = (
-                np.arange(start, start + len(probs)) if self.ids is None else self.ids[start : start + _CHUNK]
-            )
+            ids = np.arange(start, start + len(probs)) if self.ids is None else self.ids[start:][:_CHUNK]
             index, time = _race(uniform(key, domain, position, ids, round_), probs, best)
             if time < best:
                 winner, best = int(ids[index]), time
@@ -113,9 +111,10 @@ class Law:
 
 
 def _race(noise: np.ndarray, probs: np.ndarray, limit: float) -> tuple[int, float]:
-    """Return index and arrival time of the first of entries [n] to arrive; inf when none is earlier than `limit`.
+    """Return index and arrival time of the first of entries [n]; inf when none is earlier than `limit`.
 
-    E = -log u >= 1 - u, so an entry with 1 - u above p times a known arrival is late: few logarithms are taken.
+    E = -log u >= 1 - u, so an entry with 1 - u above p times a known arrival is late: few logarithms are
+    taken.
     """
     likeliest = int(probs.argmax())
     if probs[likeliest] == 0:
@@ -255,8 +254,9 @@ def _weights32(row: np.ndarray, peak: float, params: SamplingParams) -> np.ndarr
 def _head(row: np.ndarray, size: int) -> np.ndarray:
     """Ids int64 [m] of the largest logits in the order of the law; m >= size unless fewer are above -inf.
 
-    The maxima of more than `size` disjoint blocks of the row are that many different logits, so the size-th largest
-    of the maxima bounds the size-th largest logit from below, and few logits more than `size` reach it.
+    The maxima of more than `size` disjoint blocks of the row are that many different logits, so the size-th
+    largest of the maxima bounds the size-th largest logit from below, and few logits more than `size` reach
+    it.
     """
     blocks = 4 * size
     depth = len(row) // blocks

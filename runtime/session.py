@@ -75,7 +75,9 @@ def resolve_provider(name: str) -> str:
             "install `pip install 'oxidize-ort[gpu]'` on a machine with an NVIDIA GPU, or use --provider cpu"
         )
     if name != "cpu" and not _has_gpu():
-        raise ProviderError(f"no NVIDIA GPU was found for provider {name}; check the driver, or use --provider cpu")
+        raise ProviderError(
+            f"no NVIDIA GPU was found for provider {name}; check the driver, or use --provider cpu"
+        )
     return name
 
 
@@ -94,7 +96,9 @@ class Tensor:
             self.value = ort.OrtValue.ortvalue_from_numpy(self.host)
         else:
             self.host = None
-            self.value = ort.OrtValue.ortvalue_from_shape_and_type(list(shape), self.dtype, device.kind, device.id)
+            self.value = ort.OrtValue.ortvalue_from_shape_and_type(
+                list(shape), self.dtype, device.kind, device.id
+            )
         self.pointer: int = self.value.data_ptr()
 
     def write(self, array: np.ndarray) -> None:
@@ -128,7 +132,9 @@ class Arena:
 class GraphSession:
     """One graph on one provider, checked against its contract, run through bindings only."""
 
-    def __init__(self, path: Path, contract: GraphContract, provider: str, options: RuntimeOptions, light: bool) -> None:
+    def __init__(
+        self, path: Path, contract: GraphContract, provider: str, options: RuntimeOptions, light: bool
+    ) -> None:
         """`light` graphs are too small for a thread pool of their own to pay, so they never spin."""
         self._ort = load_ort()
         self.contract = contract
@@ -215,10 +221,17 @@ def _providers(provider: str, options: RuntimeOptions) -> list[Any]:
     cpu = PROVIDERS["cpu"]
     if provider == "cpu":
         return [cpu]
-    cuda = (PROVIDERS["cuda"], {"device_id": str(options.device_id), "arena_extend_strategy": "kSameAsRequested"})
+    cuda = (
+        PROVIDERS["cuda"],
+        {"device_id": str(options.device_id), "arena_extend_strategy": "kSameAsRequested"},
+    )
     if provider == "cuda":
         return [(cuda[0], {**cuda[1], **options.provider_options}), cpu]
-    return [(PROVIDERS["tensorrt"], {"device_id": str(options.device_id), **options.provider_options}), cuda, cpu]
+    return [
+        (PROVIDERS["tensorrt"], {"device_id": str(options.device_id), **options.provider_options}),
+        cuda,
+        cpu,
+    ]
 
 
 def _check_contract(session: Any, contract: GraphContract, path: Path) -> None:
@@ -229,7 +242,9 @@ def _check_contract(session: Any, contract: GraphContract, path: Path) -> None:
         found = {value.name: value for value in actual}
         if set(found) != {spec.name for spec in expected}:
             odd = sorted(set(found) ^ {spec.name for spec in expected})[0]
-            raise BundleError(f"{path} and the manifest disagree about the {what} {odd!r}; export the bundle again")
+            raise BundleError(
+                f"{path} and the manifest disagree about the {what} {odd!r}; export the bundle again"
+            )
         for spec in expected:
             _check_value(spec, found[spec.name], path)
 

@@ -1,6 +1,6 @@
 """Text to token ids and back: the tokenizer, incremental detokenizing, stop strings.
 
-The only door to the `tokenizers` package, which is imported when a tokenizer is loaded. Knows nothing of models.
+The only door to the `tokenizers` package, imported when a tokenizer is loaded. Knows nothing of models.
 """
 
 import codecs
@@ -112,8 +112,9 @@ class Tokenizer:
 class Detokenizer:
     """Turns the ids of one answer into text, piece by piece; what was returned never changes.
 
-    All pieces joined equal `decode` of all ids, wherever the ids were cut. Half a character is held back, and so
-    is a run of byte tokens (`<0xE2>`), because only its end tells whether it is valid. Special tokens are skipped.
+    All pieces joined equal `decode` of all ids, wherever the ids were cut. Half a character is held back, and
+    so is a run of byte tokens (`<0xE2>`), because only its end tells whether it is valid. Special tokens are
+    skipped.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:

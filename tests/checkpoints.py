@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import gguf
 import ml_dtypes
 import numpy as np
 from safetensors.numpy import save_file
@@ -18,7 +19,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 VOCAB = 300  # of the tokenizer; config.json may have more rows
 CHAT_TEMPLATE = (
-    "{% for message in messages %}{{'<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n'}}"
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
 _CORPUS = (
@@ -26,6 +28,13 @@ _CORPUS = (
     "def add(left, right):\n    return left + right\n\nprint(add(1, 2), add(10, 20))\n"
     "A round proposes tokens, the target verifies them, and the loop commits what it accepts.\n"
 )
+_GGUF_ARCHITECTURES = {
+    "llama": "llama",
+    "mistral": "llama",
+    "qwen2": "qwen2",
+    "qwen3": "qwen3",
+    "gemma3_text": "gemma3",
+}
 _ON_DISK = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
 
 _SMALL: dict[str, Any] = {
@@ -196,6 +205,109 @@ def _layer_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     if kind == "gemma3_text":
         shapes |= {f"{where}_feedforward_layernorm.weight": (hidden,) for where in ("pre", "post")}
     return shapes
+
+
+def write_gguf_checkpoint(
+    path: Path, variant: str | Mapping[str, Any], seed: int = 0, quant: str = "F32"
+) -> Path:
+    """Write the variant as llama.cpp's converter would; returns the file.
+
+    `quant` is the type of matrices (F32, F16, BF16, Q4_0, Q4_1, Q5_0, Q5_1 or Q8_0); vectors stay F32.
+    """
+    config = _config(variant)
+    architecture = _GGUF_ARCHITECTURES[config["model_type"]]
+    writer = gguf.GGUFWriter(path, architecture)
+    _add_gguf_metadata(writer, config)
+    _add_gguf_tokenizer(writer, config["vocab_size"])
+    for name, values in random_weights(config, seed).items():
+        stored, values = _to_gguf(name, values, config, architecture)
+        kind = gguf.GGMLQuantizationType[quant if values.ndim == 2 else "F32"]
+        writer.add_tensor(stored, gguf.quantize(np.ascontiguousarray(values), kind), raw_dtype=kind)
+    scaling = config.get("rope_scaling") or {}
+    if scaling.get("rope_type") == "llama3":
+        writer.add_tensor("rope_freqs.weight", llama3_factors(config))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def llama3_factors(config: Mapping[str, Any]) -> np.ndarray:
+    """The divisors of rotary frequencies by which GGUF states Llama 3's scaling, float32 [head_dim/2]."""
+    scaling = config["rope_scaling"]
+    head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    wavelengths = 2 * np.pi * config["rope_theta"] ** (np.arange(0, head_dim, 2) / head_dim)
+    low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+    smooth = (scaling["original_max_position_embeddings"] / wavelengths - low) / (high - low)
+    smooth = smooth.clip(0, 1)
+    return (1 / ((1 - smooth) / scaling["factor"] + smooth)).astype(np.float32)
+
+
+def _to_gguf(
+    name: str, values: np.ndarray, config: Mapping[str, Any], architecture: str
+) -> tuple[str, np.ndarray]:
+    """A tensor as the converter renames and changes it."""
+    if architecture == "llama" and ".q_proj." in name:
+        values = _pair_rows(values, config["num_attention_heads"])
+    if architecture == "llama" and ".k_proj." in name:
+        values = _pair_rows(values, config["num_key_value_heads"])
+    if architecture == "gemma3" and name.endswith("norm.weight"):
+        values = values + 1
+    kind = gguf.MODEL_ARCH[architecture.upper()]
+    stored = gguf.get_tensor_name_map(kind, config["num_hidden_layers"]).get_name(name, (".weight", ".bias"))
+    assert stored is not None, name
+    return stored, values
+
+
+def _pair_rows(values: np.ndarray, heads: int) -> np.ndarray:
+    """Row i of a head's first half and row i of its second become neighbours."""
+    halves = values.reshape(heads, 2, -1, *values.shape[1:])
+    return halves.swapaxes(1, 2).reshape(values.shape)
+
+
+def _add_gguf_metadata(writer: gguf.GGUFWriter, config: Mapping[str, Any]) -> None:
+    head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(config["num_attention_heads"])
+    writer.add_head_count_kv(config["num_key_value_heads"])
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_rope_freq_base(config["rope_theta"])
+    writer.add_key_length(head_dim)
+    writer.add_value_length(head_dim)
+    if config["model_type"] == "llama":
+        writer.add_vocab_size(config["vocab_size"])
+        writer.add_rope_dimension_count(head_dim)
+    if config["model_type"] == "gemma3_text":
+        writer.add_sliding_window(config["sliding_window"])
+        writer.add_sliding_window_pattern(config["sliding_window_pattern"])
+    scaling = config.get("rope_scaling") or {}
+    kind = scaling.get("rope_type", scaling.get("type"))
+    if kind in ("linear", "yarn"):
+        writer.add_rope_scaling_type(gguf.RopeScalingType(kind))
+        writer.add_rope_scaling_factor(scaling["factor"])
+    if kind == "yarn":
+        writer.add_rope_scaling_orig_ctx_len(scaling["original_max_position_embeddings"])
+
+
+def _add_gguf_tokenizer(writer: gguf.GGUFWriter, rows: int) -> None:
+    described = json.loads(make_tokenizer().to_str())["model"]
+    tokens = sorted(described["vocab"], key=described["vocab"].__getitem__)
+    padding = [f"[PAD{index}]" for index in range(len(tokens), rows)]
+    normal, control, unused = gguf.TokenType.NORMAL, gguf.TokenType.CONTROL, gguf.TokenType.UNUSED
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    writer.add_token_list(tokens + padding)
+    kinds = [control if token in SPECIAL else normal for token in tokens]
+    writer.add_token_types([*kinds, *(unused for _ in padding)])
+    writer.add_token_merges([" ".join(pair) for pair in described["merges"]])
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    writer.add_eot_token_id(0)
+    writer.add_chat_template(CHAT_TEMPLATE)
 
 
 def make_tokenizer() -> Tokenizer:

@@ -1,4 +1,4 @@
-"""What a drafter is: it sees committed tokens and proposes the next. It knows neither the target nor the loop."""
+"""What a drafter is: it sees committed tokens and proposes the next; it knows neither target nor loop."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,8 +12,8 @@ from ..sampling import Law, SamplingParams
 class Proposal:
     """The draft tokens of one round.
 
-    laws: the law each token was drawn from, after temperature and cuts, one per token; None when the tokens are a
-        function of the committed text and were proposed with certainty.
+    laws: the law each token was drawn from, after temperature and cuts, one per token; None when the tokens
+        are a function of the committed text and were proposed with certainty.
     match_length: for a lookup, how many tokens the match shares with the end of the text; 0 otherwise.
     """
 
@@ -26,8 +26,8 @@ class Proposal:
 class DraftContext:
     """What a drafter that samples needs to know of the round it proposes for.
 
-    strict: the match rule is in force, so drafting with the target's own noise agrees with it as often as possible.
-        Under the reject rule that noise is not the drafter's to read (see `acceptance.py`).
+    strict: the match rule is in force, so drafting with the target's own noise agrees with it as often as
+        possible. Under the reject rule that noise is not the drafter's to read (see `acceptance.py`).
     round_: a number that no other round of this text has.
     """
 
@@ -58,9 +58,9 @@ class Drafter(Protocol):
     def propose(self, committed: Sequence[int], k: int, context: DraftContext) -> Proposal:
         """Propose at most k tokens to follow `committed`; an empty proposal is a valid answer.
 
-        A drafter that samples may stop after any token it has drawn. It must not drop a token, or switch to another
-        source, because of what it drew: the tokens that remain would no longer have the laws it reports. The same
-        holds for whoever shortens a proposal with laws.
+        A drafter that samples may stop after any token it has drawn. It must not drop a token, or switch to
+        another source, because of what it drew: the tokens that remain would no longer have the laws it
+        reports. The same holds for whoever shortens a proposal with laws.
         """
         ...
 

@@ -1,8 +1,9 @@
 """Proposes what followed the last time the text ended like this: lookup in the committed tokens, no model.
 
-The index is a suffix automaton (Blumer et al. 1985), built online: after each token it knows the longest suffix of
-the text that occurred before, at an amortised constant cost per token, whatever its length. Each state also keeps
-where its strings ended last, so that among the longest matches the most recent one is continued.
+The index is a suffix automaton (Blumer et al. 1985), built online: after each token it knows the longest
+suffix of the text that occurred before, at an amortised constant cost per token, whatever its length. Each
+state also keeps where its strings ended last, so that among the longest matches the most recent one is
+continued.
 """
 
 from collections.abc import Sequence
@@ -69,8 +70,8 @@ class NgramDrafter:
 class _SuffixAutomaton:
     """All substrings of the tokens appended so far, and the longest suffix that ended earlier as well.
 
-    States are numbers; state s stands for the strings that end at one set of positions, the longest of them of
-    `_lengths[s]` tokens. A state's link leads to its longest suffix that ends at more positions.
+    States are numbers; state s stands for the strings that end at one set of positions, the longest of them
+    of `_lengths[s]` tokens. A state's link leads to its longest suffix that ends at more positions.
     """
 
     def __init__(self) -> None:
