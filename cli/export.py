@@ -1,11 +1,9 @@
 """`oxidize export`: a checkpoint in, a bundle out."""
 
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,9 +11,8 @@ import click
 
 if TYPE_CHECKING:
     from oxidize.export.build import ExportPlan, Progress
+    from oxidize.export.bundle import DraftSource
     from oxidize.export.source import Checkpoint
-
-_REFERENCE_LIMIT = 8e9  # bytes of float32 weights up to which measuring the source is worth its time
 
 
 @click.command()
@@ -39,7 +36,11 @@ _REFERENCE_LIMIT = 8e9  # bytes of float32 weights up to which measuring the sou
     help="int4 for which kernels.",
 )
 @click.option(
-    "--head-bits", type=click.Choice(["4", "8"]), default=None, help="Bits of embedding and head at int4."
+    "--head-bits",
+    type=click.Choice(["4", "8"]),
+    default="8",
+    show_default=True,
+    help="Bits of embedding and head at int4.",
 )
 @click.option("--context", type=click.IntRange(1), help="Longest context to allow, if less than the model's.")
 @click.option(
@@ -52,14 +53,17 @@ _REFERENCE_LIMIT = 8e9  # bytes of float32 weights up to which measuring the sou
 @click.option("--no-eval", is_flag=True, help="Skip the perplexity of bundle and source.")
 def command(source: str, out: Path, drafts: tuple[str, ...], **options: Any) -> None:
     """Turn SOURCE (a Hugging Face folder, a GGUF file or a hub id) into a bundle of ONNX graphs."""
-    from oxidize.export.bundle import check_free, export_bundle
+    from oxidize.export.bundle import check_drafts, check_free, export_bundle
     from oxidize.export.source import open_source
+
+    from .quality import describe_quality
 
     check_free(out, options["force"])
     checkpoint = open_source(source, options["offline"], options["revision"])
     plan = _plan(options)
     plan.check(checkpoint.config)
     sources = _draft_sources(drafts, plan, options["offline"])
+    check_drafts(sources)
     _announce(checkpoint, plan, out)
     if options["dry_run"]:
         return
@@ -69,7 +73,7 @@ def command(source: str, out: Path, drafts: tuple[str, ...], **options: Any) -> 
     size = sum(entry.size for entry in manifest.files.values())
     _say(f"wrote {out}: {size / 1e6:.0f} MB in {time.perf_counter() - start:.1f} s")
     if not options["no_eval"]:
-        _report_quality(checkpoint, plan, out)
+        _say(describe_quality(checkpoint, plan, out))
     _say(f"next: oxidize run {out} 'Hello'")
 
 
@@ -80,26 +84,26 @@ def _say(text: str) -> None:
 def _plan(options: dict[str, Any]) -> "ExportPlan":
     from oxidize.export.build import ExportPlan
 
-    extra = {"head_bits": int(options["head_bits"])} if options["head_bits"] else {}
     return ExportPlan(
         options["precision"],
         options["profiles"] or ("ort",),
         max_positions=options["context"],
         half_activations=options["device"] == "cuda" and options["precision"] == "int4",
-        **extra,
+        head_bits=int(options["head_bits"]),
     )
 
 
-def _draft_sources(drafts: tuple[str, ...], plan: "ExportPlan", offline: bool) -> list[Any]:
+def _draft_sources(drafts: tuple[str, ...], plan: "ExportPlan", offline: bool) -> "list[DraftSource]":
     from oxidize.export.bundle import DraftSource
     from oxidize.export.source import open_source
-    from oxidize.runtime.errors import UsageError
 
-    sources = [DraftSource(Path(draft).stem, open_source(draft, offline), plan) for draft in drafts]
-    names = [source.name for source in sources]
-    if len(set(names)) < len(names):
-        raise UsageError(f"two drafts are called {max(names, key=names.count)!r}; rename one of their files")
-    return sources
+    return [DraftSource(_draft_name(draft), open_source(draft, offline), plan) for draft in drafts]
+
+
+def _draft_name(source: str) -> str:
+    """The last part of a path or hub id, without .gguf."""
+    name = Path(source).resolve().name if Path(source).exists() else source.rpartition("/")[2]
+    return name.removesuffix(".gguf")
 
 
 def _announce(checkpoint: "Checkpoint", plan: "ExportPlan", out: Path) -> None:
@@ -126,8 +130,8 @@ def _progress() -> "Iterator[Progress]":
     def report(_name: str, done: int, total: int) -> None:
         tenth = 10 * done // max(total, 1)
         if tenth > shown[0]:
-            shown[0] = tenth
             _say(f"weights {10 * tenth} %")
+        shown[0] = tenth  # falls back when the next model begins
 
     yield report
 
@@ -144,42 +148,3 @@ def _bar() -> "Iterator[Progress]":
             bar.update(task, completed=done, total=total, description=name[-40:])
 
         yield report
-
-
-def _report_quality(checkpoint: "Checkpoint", plan: "ExportPlan", out: Path) -> None:
-    """Print the bundle's perplexity beside the source's, both on the text that ships with the exporter."""
-    from oxidize.export.bundle import estimate_bytes, export_bundle
-    from oxidize.export.build import ExportPlan
-    from oxidize.runtime.errors import ProviderError
-
-    try:
-        ours, count = _perplexity(out)
-    except ProviderError as error:
-        _say(f"perplexity not measured: {error}")
-        return
-    reference = ExportPlan("fp32", max_positions=plan.positions(checkpoint.config))
-    if plan.precision == "fp32":
-        _say(f"perplexity {ours:.3f} over {count} tokens (float32: the source's own)")
-    elif estimate_bytes(checkpoint.config, reference) > _REFERENCE_LIMIT:
-        _say(f"perplexity {ours:.3f} over {count} tokens (the source is too large to measure beside it)")
-    else:
-        with tempfile.TemporaryDirectory(prefix="oxidize-", dir=out.absolute().parent) as folder:
-            export_bundle(checkpoint, reference, Path(folder) / "reference")
-            source, _ = _perplexity(Path(folder) / "reference")
-        loss = 100 * (ours / source - 1)
-        _say(f"perplexity {ours:.3f}, source {source:.3f} ({loss:+.1f} %), over {count} tokens")
-
-
-def _perplexity(bundle: Path) -> tuple[float, int]:
-    from oxidize.runtime.bundle import open_bundle
-    from oxidize.runtime.quality import measure_perplexity
-    from oxidize.runtime.session import RuntimeOptions
-    from oxidize.runtime.target import Target
-    from oxidize.runtime.text import Tokenizer
-
-    opened = open_bundle(bundle)
-    text = resources.files("oxidize.export").joinpath("data", "perplexity.txt").read_text(encoding="utf-8")
-    target = Target(opened, RuntimeOptions(spin="on"))
-    tokens = Tokenizer.load(bundle, opened.manifest.tokenizer).encode(text)[: target.context]
-    result = measure_perplexity(target, tokens)
-    return result.value, result.tokens

@@ -39,8 +39,8 @@ def _table(manifest: "Manifest") -> list[str]:
     size = sum(entry.size for entry in manifest.files.values())
     lines = [
         f"target     {source.source} ({model.architecture}), {manifest.precision}, {size / 1e6:.0f} MB",
-        f"model      {model.layers} layers, hidden {model.hidden_size}, {model.heads} heads on {model.kv_heads} "
-        f"of {model.head_dim}, vocabulary {model.token_count} of {model.vocab_size}, "
+        f"model      {model.layers} layers, hidden {model.hidden_size}, {model.heads} heads on "
+        f"{model.kv_heads} of {model.head_dim}, vocabulary {model.token_count} of {model.vocab_size}, "
         f"context {model.max_positions}",
         f"made by    {source.tool}",
         f"taps       {', '.join(map(str, manifest.taps)) or 'none'}",

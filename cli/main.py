@@ -1,4 +1,4 @@
-"""The command group: names the commands, loads one only when it is called, and turns errors into exit codes."""
+"""The command group: names the commands, loads one when it is called, and turns errors into exit codes."""
 
 import importlib
 import io
@@ -55,11 +55,17 @@ def cli() -> None:
 
 def main(arguments: Sequence[str] | None = None) -> Any:
     """Run the command line and exit: 0 ok, 1 failure, 2 usage, 3 mismatch, 4 bad bundle, 130 interrupt."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # unwinds, so that half-written bundles go away
+    for number in (signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM)):
+        if signal.getsignal(number) != signal.SIG_IGN:  # as nohup sets it
+            signal.signal(number, _unwind)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # an answer may hold what the terminal cannot show
     sys.exit(run(sys.argv[1:] if arguments is None else arguments))
+
+
+def _unwind(number: int, _frame: object) -> None:
+    sys.exit(128 + number)  # instead of dying on the spot, so that half-written bundles go away
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -69,7 +75,7 @@ def run(arguments: Sequence[str]) -> int:
     try:
         return cli.main(args=list(arguments) or ["--help"], standalone_mode=False) or 0
     except click.ClickException as error:
-        return _fail(f"{error.format_message()}{_hint(error)}", error.exit_code)
+        return _fail(f"{error.format_message().rstrip('.')}{_hint(error)}", error.exit_code)
     except OxidizeError as error:
         return _fail(str(error), error.exit_code)
     except (click.Abort, KeyboardInterrupt):
@@ -91,4 +97,4 @@ def _fail(message: str, code: int) -> int:
 
 def _hint(error: click.ClickException) -> str:
     context = error.ctx if isinstance(error, click.UsageError) else None
-    return f" See `{context.command_path} --help`." if context is not None else ""
+    return f"; see `{context.command_path} --help`" if context is not None else ""

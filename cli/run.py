@@ -103,7 +103,7 @@ def _read_stdin() -> str:
     from oxidize.runtime.errors import UsageError
 
     try:
-        return click.get_binary_stream("stdin").read().decode("utf-8")
+        return sys.stdin.buffer.read().decode("utf-8")
     except UnicodeDecodeError as error:
         raise UsageError(
             f"stdin is not UTF-8 text (byte {error.start}); convert it, e.g. with iconv"
@@ -155,7 +155,7 @@ def _encode(engine: "Engine", text: str, chat: bool | None) -> list[int]:
 
 @dataclass(slots=True)
 class _Interrupt:
-    """What Ctrl-C means: stop at once before the answer has begun, then end it cleanly, and the second time stop."""
+    """What Ctrl-C means: stop before the answer has begun, then end it cleanly, the second time stop."""
 
     begun: bool = False
     asked: bool = False

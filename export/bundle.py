@@ -1,4 +1,4 @@
-"""Assembles a bundle: graphs, tokenizer, drafts and manifest, written aside and moved into place at the end."""
+"""Assembles a bundle: graphs, tokenizer, drafts and manifest, written aside, then moved into place."""
 
 import errno
 import json
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
-from oxidize.runtime.errors import CheckpointError, OxidizeError, UsageError
+from oxidize.runtime.errors import BundleError, CheckpointError, OxidizeError, UsageError
 from oxidize.runtime.manifest import (
     MANIFEST_NAME,
     SCHEMA_VERSION,
@@ -20,6 +20,7 @@ from oxidize.runtime.manifest import (
     Manifest,
     ModelFacts,
     Provenance,
+    check_relative,
     sha256_of,
 )
 
@@ -51,12 +52,13 @@ def export_bundle(
 ) -> Manifest:
     """Write the bundle `out`; an interrupted or failed export leaves nothing behind.
 
-    An existing `out` is a UsageError unless `force` is set and it is a bundle; it is then replaced at the very end.
+    An existing `out` is a UsageError unless `force` is set and it is a bundle; that is replaced at the end.
     """
     out = Path(os.path.realpath(out))  # a link to a bundle stays a link
     check_free(out, force)
     check_drafts(drafts)
-    check_space(out, sum(estimate_bytes(part.config, its) for part, its in _parts(checkpoint, plan, drafts)))
+    estimates = (estimate_bytes(draft.checkpoint.config, draft.plan) for draft in drafts)
+    check_space(out, estimate_bytes(checkpoint.config, plan) + sum(estimates))
     with _workspace(out) as folder:
         manifest = _write(checkpoint, plan, folder, drafts, progress)
         _move_into_place(folder, out)
@@ -64,7 +66,7 @@ def export_bundle(
 
 
 def check_free(out: Path, force: bool) -> None:
-    """Refuse to overwrite anything but an empty folder or, when asked to, a bundle with nothing else in it."""
+    """Refuse to overwrite anything but an empty folder or, when asked to, a bundle and nothing else."""
     if not os.path.lexists(out) or (out.is_dir() and not any(out.iterdir())):
         return
     listed = _bundle_files(out)
@@ -95,15 +97,17 @@ def check_drafts(drafts: Sequence[DraftSource]) -> None:
     for draft in drafts:
         if draft.name in _TAKEN or names.count(draft.name) > 1:
             raise UsageError(f"the draft name {draft.name!r} is taken; rename the draft's file or folder")
-        if "/" in draft.name or draft.name in ("", ".", ".."):
+        if not _is_folder_name(draft.name):
             raise UsageError(f"the draft name {draft.name!r} cannot name a folder; rename the draft's file")
         draft.plan.check(draft.checkpoint.config)
 
 
-def _parts(
-    checkpoint: Checkpoint, plan: ExportPlan, drafts: Sequence[DraftSource]
-) -> list[tuple[Checkpoint, ExportPlan]]:
-    return [(checkpoint, plan), *((draft.checkpoint, draft.plan) for draft in drafts)]
+def _is_folder_name(name: str) -> bool:
+    try:
+        check_relative(name)
+    except BundleError:
+        return False
+    return "/" not in name
 
 
 def estimate_bytes(config: ModelConfig, plan: ExportPlan) -> int:
@@ -175,7 +179,6 @@ def _write_draft(
     draft: DraftSource, folder: Path, vocab_sha256: str, progress: Progress | None
 ) -> DraftEntry:
     name = f"{DRAFTS_FOLDER}/{draft.name}"
-    check_relative(name)
     (folder / name).mkdir(parents=True)
     _write(draft.checkpoint, draft.plan, folder / name, (), progress, vocab_sha256)
     return DraftEntry(draft.name, "model", name)
@@ -253,7 +256,7 @@ def _workspace(out: Path) -> Iterator[Path]:
 
 
 def _move_into_place(folder: Path, out: Path) -> None:
-    """Rename `folder` to `out`; what was there is put back if that fails, and an interrupt is a failure too."""
+    """Rename `folder` to `out`; what was there is put back if that fails or is interrupted."""
     old = folder.with_name(folder.name + "-replaced")
     try:
         if out.exists():
@@ -264,4 +267,5 @@ def _move_into_place(folder: Path, out: Path) -> None:
             old.replace(out)
         raise
     finally:
-        shutil.rmtree(old, ignore_errors=True)
+        if out.exists():
+            shutil.rmtree(old, ignore_errors=True)

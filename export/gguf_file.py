@@ -92,7 +92,7 @@ class _Header:
         magic = self._take(min(4, self._size))
         if magic != _MAGIC:
             raise CheckpointError(
-                f"{self._path} is not a GGUF file: it begins with {magic!r}, not {_MAGIC!r}"
+                f"{self._path} is not a GGUF file: it begins with {magic!r}; for safetensors give the folder"
             )
         self._check_version(self._u32())
         tensor_count, pair_count = self._u64(), self._u64()
@@ -172,7 +172,7 @@ class _Header:
                 f"here; use a file with {', '.join(_TYPES)}"
             )
         block, block_bytes = GGML_QUANT_SIZES[GGMLQuantizationType(kind)]
-        if not shape or shape[-1] % block:
+        if not shape or 0 in shape or shape[-1] % block:
             raise CheckpointError(
                 f"{self._path}: tensor {name} {list(shape)} is not made of blocks of {block}"
             )

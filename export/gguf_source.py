@@ -96,7 +96,10 @@ class GgufTensor:
 
     def _raw(self) -> np.ndarray:
         """The stored bytes, one row per row of the tensor: uint8 [N, bytes]."""
-        raw = np.fromfile(self.path, np.uint8, self.place.size, offset=self.place.start)
+        try:
+            raw = np.fromfile(self.path, np.uint8, self.place.size, offset=self.place.start)
+        except OSError as error:
+            raise CheckpointError(f"cannot read {self.path}: {error.strerror or error}") from error
         if raw.size != self.place.size:
             raise CheckpointError(f"{self.path} ends inside tensor {self.place.name}; download it again")
         return raw.reshape(1 if len(self.shape) == 1 and self.rows is None else self.shape[0], -1)

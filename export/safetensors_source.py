@@ -7,7 +7,7 @@ bounded.
 
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ import numpy as np
 
 from oxidize.runtime.errors import CheckpointError
 
-from .weights import BlockQuantized, LazyTensor
+from .weights import BlockQuantized
 
 SINGLE_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
@@ -50,15 +50,25 @@ class SafetensorsTensor:
                 f"{self.path}: tensor {self.name} is {self.dtype}, only F32, F16 and BF16 can be exported"
             )
         values = np.empty(math.prod(self.shape), np.float32)
-        with self.path.open("rb") as stream:
-            stream.seek(self.start)
-            for begin in range(0, values.size, _CHUNK):
-                target = values[begin : begin + _CHUNK]
-                piece = np.fromfile(stream, stored, target.size)
-                if piece.size != target.size:
-                    raise CheckpointError(f"{self.path} ends inside tensor {self.name}; download it again")
-                target[:] = _widen_bf16(piece) if self.dtype == "BF16" else piece
+        for begin, piece in self.pieces(stored):
+            values[begin : begin + piece.size] = _widen_bf16(piece) if self.dtype == "BF16" else piece
         return values.reshape(self.shape)
+
+    def pieces(self, stored: str) -> Iterator[tuple[int, np.ndarray]]:
+        """The elements as they lie in the file, a bounded number at a time, each with its first index."""
+        count = math.prod(self.shape)
+        try:
+            with self.path.open("rb") as stream:
+                stream.seek(self.start)
+                for begin in range(0, count, _CHUNK):
+                    piece = np.fromfile(stream, stored, min(_CHUNK, count - begin))
+                    if piece.size < min(_CHUNK, count - begin):
+                        raise CheckpointError(
+                            f"{self.path} ends inside tensor {self.name}; download it again"
+                        )
+                    yield begin, piece
+        except OSError as error:
+            raise CheckpointError(f"cannot read {self.path}: {error.strerror or error}") from error
 
     def blocks(self) -> BlockQuantized | None:
         """Never quantised."""
@@ -84,9 +94,9 @@ def find_safetensors(folder: Path) -> list[Path]:
 
 def read_safetensors(
     folder: Path, rename: Callable[[str], str | None] = lambda name: name
-) -> dict[str, LazyTensor]:
+) -> dict[str, SafetensorsTensor]:
     """All tensors of a checkpoint folder, nothing loaded. `rename` maps a stored name; None leaves it out."""
-    tensors: dict[str, LazyTensor] = {}
+    tensors: dict[str, SafetensorsTensor] = {}
     for path in find_safetensors(folder):
         for stored in read_header(path):
             name = rename(stored.name)
@@ -101,6 +111,15 @@ def read_safetensors(
     if index.is_file() and not (folder / SINGLE_NAME).is_file():
         _check_index(index, tensors, rename)
     return tensors
+
+
+def same_values(left: SafetensorsTensor, right: SafetensorsTensor) -> bool:
+    """Whether two tensors of one type are equal byte for byte; neither is held in memory."""
+    if (left.dtype, left.shape) != (right.dtype, right.shape):
+        return False
+    stored = f"<u{_BITS[left.dtype] // 8}"
+    pairs = zip(left.pieces(stored), right.pieces(stored), strict=True)
+    return all(np.array_equal(mine, theirs) for (_, mine), (_, theirs) in pairs)
 
 
 def read_header(path: Path) -> list[SafetensorsTensor]:
@@ -200,13 +219,15 @@ def _weight_map(index: Path) -> dict[str, str]:
     return entries
 
 
-def _check_index(index: Path, tensors: Mapping[str, LazyTensor], rename: Callable[[str], str | None]) -> None:
+def _check_index(
+    index: Path, tensors: Mapping[str, SafetensorsTensor], rename: Callable[[str], str | None]
+) -> None:
     listed = {
         renamed: shard for name, shard in _weight_map(index).items() if (renamed := rename(name)) is not None
     }
     for name, shard in listed.items():
         stored = tensors.get(name)
-        if not isinstance(stored, SafetensorsTensor) or stored.path.name != shard:
+        if stored is None or stored.path.name != shard:
             raise CheckpointError(
                 f"{index.parent / shard} lacks tensor {name}, which {index.name} puts there"
             )

@@ -6,15 +6,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from oxidize.runtime.errors import CheckpointError
 from oxidize.runtime.manifest import GenerationDefaults
 
 from .config import ModelConfig
 from .config_hf import CONFIG_NAME, GENERATION_NAME, config_from_hf, generation_from_hf, read_json
-from .safetensors_source import INDEX_NAME, find_safetensors, read_safetensors
-from .weights import LazyTensor, TensorTable, WeightSource
+from .safetensors_source import (
+    INDEX_NAME,
+    SINGLE_NAME,
+    SafetensorsTensor,
+    find_safetensors,
+    read_safetensors,
+    same_values,
+)
+from .weights import TensorTable, WeightSource
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _TOKENIZER_NAMES = (
@@ -75,9 +80,10 @@ def open_source(source: str, offline: bool = False, revision: str | None = None)
 
 
 def _open_folder(folder: Path, name: str, revision: str | None) -> Checkpoint:
-    if (folder / CONFIG_NAME).is_file():
-        return _open_hugging_face(folder, name, revision)
     ggufs = sorted(folder.glob("*.gguf"))
+    complete = any((folder / weights).is_file() for weights in (SINGLE_NAME, INDEX_NAME))
+    if (folder / CONFIG_NAME).is_file() and (complete or not ggufs):
+        return _open_hugging_face(folder, name, revision)
     if len(ggufs) == 1:
         return _open_gguf(ggufs[0])
     if ggufs:
@@ -144,14 +150,10 @@ def _text_model_name(name: str) -> str | None:
     return name if name == _HEAD else None
 
 
-def _check_tied(folder: Path, tensors: Mapping[str, LazyTensor]) -> None:
+def _check_tied(folder: Path, tensors: Mapping[str, SafetensorsTensor]) -> None:
     """A tied checkpoint may store its head too, as long as it is the embedding."""
-    head, embedding = tensors[_HEAD], tensors.get(_EMBEDDING)
-    if (
-        embedding is None
-        or head.shape != embedding.shape
-        or not np.array_equal(head.load(), embedding.load())
-    ):
+    embedding = tensors.get(_EMBEDDING)
+    if embedding is None or not same_values(tensors[_HEAD], embedding):
         raise CheckpointError(
             f"{folder}: config.json says tie_word_embeddings, but {_HEAD} differs from {_EMBEDDING}; "
             "set it to false if the head is meant"

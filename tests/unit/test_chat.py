@@ -196,6 +196,19 @@ def test_a_template_cannot_leave_the_sandbox(source: str) -> None:
 
 
 @pytest.mark.parametrize(
+    "source",
+    [
+        "{% set ns = namespace(_x=1) %}",
+        "{% set ns = namespace({'_x': 1}) %}",
+        "{% set ns = namespace() %}{% set ns._x = 1 %}",
+    ],
+)
+def test_a_namespace_has_no_underscore_names(source: str) -> None:
+    with pytest.raises(BundleError, match="'_x'"):
+        ChatTemplate(source, SPECIAL).render([USER])
+
+
+@pytest.mark.parametrize(
     "source", ["{% for %}", "{{ 'a' ", "{% generation %}", "{% nonsense %}", "{{ 1 | nofilter }}"]
 )
 def test_a_malformed_template_is_a_bundle_error(source: str) -> None:

@@ -1,4 +1,4 @@
-"""config.json, generation_config.json and GGUF metadata become one ModelConfig, or an error that names the key."""
+"""config.json, generation_config.json and GGUF metadata give one ModelConfig, or an error naming the key."""
 
 import json
 from typing import Any

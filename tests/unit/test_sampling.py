@@ -35,7 +35,7 @@ PARAMS = [
 def naive_law(logits: np.ndarray, params: SamplingParams) -> dict[int, float]:
     """The definition, with one full sort in float64."""
     row = logits.astype(np.float64)
-    order = sorted(range(len(row)), key=lambda i: (-row[i], i))
+    order = np.lexsort((np.arange(len(row)), -row)).tolist()
     weights = np.exp((row[order] - row.max()) / params.temperature)
     if params.top_k:
         order, weights = order[: params.top_k], weights[: params.top_k]
@@ -93,7 +93,7 @@ def _rows() -> dict[str, np.ndarray]:
         "256": normal[:256],
         "257": normal[:257],
         "8192": rng.normal(0, 2, 8192),
-        "20000": rng.normal(0, 2, 20_000),
+        "9000": rng.normal(0, 2, 9000),
     }
     return {name: row.astype(np.float32) for name, row in rows.items()}
 
@@ -103,13 +103,13 @@ ROWS = _rows()
 
 @pytest.mark.parametrize("name", ROWS)
 def test_equals_the_definition(name: str) -> None:
-    for params in PARAMS if len(ROWS[name]) < 10_000 else PARAMS[::3]:
+    for params in PARAMS if len(ROWS[name]) < 4000 else PARAMS[::3]:
         assert_same(ROWS[name], params)
 
 
 def test_equals_the_definition_on_many_random_rows() -> None:
     rng = np.random.default_rng(1)
-    for _ in range(300):
+    for _ in range(200):
         size = int(rng.integers(2, 2500))
         row = (rng.normal(0, rng.choice([0.01, 1, 3, 10]), size) - rng.choice([0, 50])).astype(np.float32)
         row[rng.random(size) < rng.choice([0, 0.5, 0.9])] = -np.inf
@@ -230,7 +230,7 @@ DRAW_LAWS: dict[str, Callable[[], Law]] = {
 def test_draw_has_the_law(name: str) -> None:
     law = DRAW_LAWS[name]()
     expected = as_dict(law)
-    draws = [law.draw(NoiseKey(seed), Domain.TARGET, 9) for seed in range(20_000)]
+    draws = [law.draw(NoiseKey(seed), Domain.TARGET, 9) for seed in range(10_000)]
     ids, counts = np.unique(draws, return_counts=True)
     assert set(ids.tolist()) <= expected.keys()
     observed = dict(zip(ids.tolist(), counts.tolist(), strict=True))

@@ -10,7 +10,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from checkpoints import VARIANTS, random_weights, write_hf_checkpoint
+from checkpoints import VARIANTS, random_weights, write_gguf_checkpoint, write_hf_checkpoint
 from safetensors.numpy import save_file
 
 from oxidize.export.safetensors_source import read_header
@@ -227,7 +227,7 @@ def test_a_tied_head_may_be_stored_as_long_as_it_is_the_embedding(tmp_path):
     save_file({**weights, HEAD: weights[EMBEDDING]}, folder / "model.safetensors")
     assert HEAD not in open_source(str(folder)).weights.names()
     save_file({**weights, HEAD: weights[EMBEDDING] + 1}, folder / "model.safetensors")
-    with pytest.raises(CheckpointError, match="tie_word_embeddings, but lm_head.weight differs"):
+    with pytest.raises(CheckpointError, match=r"tie_word_embeddings, but lm_head.weight differs"):
         open_source(str(folder))
 
 
@@ -251,10 +251,26 @@ def test_buffers_of_old_checkpoints_are_left_out(tmp_path):
 
 
 def test_sources_that_are_not_there(tmp_path):
-    with pytest.raises(CheckpointError, match="no folder, no .gguf file and no hub name"):
+    with pytest.raises(CheckpointError, match=r"no folder, no .gguf file and no hub name"):
         open_source(str(tmp_path / "nothing"))
     with pytest.raises(CheckpointError, match=r"no folder, no .gguf file"):
         open_source("models/missing.gguf")
+
+
+def test_a_file_that_goes_away_is_an_error(tmp_path):
+    folder = write_hf_checkpoint(tmp_path / "gone", "llama2", seed=1)
+    weights = open_source(str(folder)).weights
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(CheckpointError, match="No such file"):
+        weights.read("model.norm.weight", (64,))
+
+
+def test_a_folder_with_config_and_gguf_is_read_from_the_gguf(tmp_path):
+    folder = write_hf_checkpoint(tmp_path / "both", "llama2", seed=1)
+    write_gguf_checkpoint(folder / "model.gguf", "llama2", seed=1)
+    assert open_source(str(folder)).kind == "safetensors"
+    (folder / "model.safetensors").unlink()
+    assert open_source(str(folder)).kind == "gguf"
 
 
 def test_hub_names(sharded, monkeypatch):
