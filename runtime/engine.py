@@ -1,7 +1,7 @@
 """Prompt in, text deltas out: a bundle with its tokenizer, target, drafters and defaults."""
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +23,13 @@ from .text import Detokenizer, StopStrings, Tokenizer
 class EngineOptions:
     """How to open a bundle.
 
-    draft: "auto" (the bundle's own draft, else n-gram), "ngram", "none", a draft's name inside the bundle, or the path of
-        another bundle.
+    draft: "auto" (the bundle's own draft, else n-gram), "ngram", "none", a draft's name inside the bundle, or the
+        path of another bundle.
     exact: never run a pass of fewer than two rows, see `Target`.
     cache: a folder for what is worth remembering between runs.
     """
 
-    runtime: RuntimeOptions = RuntimeOptions()
+    runtime: RuntimeOptions = field(default_factory=RuntimeOptions)
     draft: str = "auto"
     exact: bool = False
     cache: Path | None = None
@@ -37,7 +37,7 @@ class EngineOptions:
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """A piece of the answer: new text, the tokens behind it, how many of them were drafted, and the reason at the end."""
+    """A piece of the answer: new text, the tokens behind it, how many were drafted, and at the end the reason."""
 
     text: str
     tokens: tuple[int, ...]

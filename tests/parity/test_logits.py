@@ -1,5 +1,6 @@
 """The exported graphs give transformers' logits: every architecture, both profiles, any way of cutting the passes."""
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -7,15 +8,18 @@ import numpy as np
 import onnxruntime as ort
 import pytest
 import torch
-from checkpoints import VARIANTS, write_hf_checkpoint
+from checkpoints import VARIANTS, write_gguf_checkpoint, write_hf_checkpoint
 from transformers import AutoModelForCausalLM
 
 from oxidize.export.build import ExportPlan, build_graphs
+from oxidize.export.gguf_tokenizer import build_gguf_tokenizer
 from oxidize.export.reference import reference_model
 from oxidize.export.source import open_source
 from oxidize.runtime.manifest import GraphEntry
 
-TOLERANCE = 1e-4  # the promise is 2e-3
+DATA = Path(__file__).parent.parent / "data"
+PROMISE = 2e-3
+TOLERANCE = 1e-4  # what tiny models reach
 CAPACITY = 40
 STALE = 100.0  # what unused cache rows hold
 PREFILL, END = 20, 28
@@ -143,3 +147,51 @@ def test_the_reference_model_is_what_transformers_loads_itself(variant: str, tmp
     tokens = tokens_for(model, END)
     ours = reference_model(open_source(str(source)))
     np.testing.assert_allclose(reference(ours, tokens)[0], reference(model, tokens)[0], atol=1e-6)
+
+
+@pytest.mark.parametrize("variant", ["llama2", "qwen2", "gemma3"])
+def test_q4_0_blocks_reach_the_graph_without_loss(variant: str, tmp_path: Path):
+    source = write_gguf_checkpoint(tmp_path / "q4.gguf", variant, quant="Q4_0")
+    model = reference_model(open_source(str(source)))
+    tokens = tokens_for(model, END)
+    expected, _ = reference(model, tokens)
+    runner = build(source, tmp_path / "out", ExportPlan("int4", ("ort", "std"), head_bits=4))
+    assert worst(runner("std"), tokens, expected) <= TOLERANCE
+    # MatMulNBits rounds activations to 8 bits a block: about 1 % a product
+    assert worst(runner("ort"), tokens, expected) <= 0.1 * np.abs(expected).max()
+
+
+@pytest.mark.parametrize("variant", ["llama2", "qwen3"])
+@pytest.mark.parametrize("profile", ["ort", "std"])
+def test_half_precision_stays_near(variant: str, profile: str, tmp_path: Path):
+    source = write_hf_checkpoint(tmp_path / "source", variant)
+    model = reference_model(open_source(str(source)))
+    tokens = tokens_for(model, END)
+    expected, _ = reference(model, tokens)
+    runner = build(source, tmp_path / "out", ExportPlan("fp16", (profile,)))
+    assert worst(runner(profile), tokens, expected) <= 0.01 * np.abs(expected).max()
+
+
+@pytest.mark.checkpoint
+def test_smollm2_logits_on_five_prompts_one_of_them_long(smollm2_gguf: Path, tmp_path: Path):
+    checkpoint = open_source(str(smollm2_gguf))
+    assert checkpoint.gguf_metadata is not None
+    tokenizer = build_gguf_tokenizer(checkpoint.gguf_metadata)
+    prompts = json.loads((DATA / "prompts.json").read_text())
+    texts = [*prompts[:4], (DATA / "tokenizer_corpus.txt").read_text() + "\n".join(prompts)]
+    texts[-1] *= 1 + 1000 // len(tokenizer.encode(texts[-1]).ids)
+    model = reference_model(checkpoint)
+    runner = build(smollm2_gguf, tmp_path / "out", ExportPlan("fp32", ("ort", "std"), max_positions=2048))
+    prompts_tokens = [tokenizer.encode(text).ids[:1100] for text in texts]
+    assert len(prompts_tokens[-1]) > 1000
+    references = [reference(model, tokens)[0] for tokens in prompts_tokens]
+    del model
+    for profile in ("ort", "std"):
+        made = runner(profile, capacity=1104)
+        for tokens, expected in zip(prompts_tokens, references, strict=True):
+            cut = len(tokens) - 5  # a chunk that fills the cache, then several rows, then a single one
+            parts = [made.run(tokens[:cut], 0)[0], made.run(tokens[cut:-1], cut)[0]]
+            parts.append(made.run(tokens[-1:], len(tokens) - 1)[0])
+            error = np.abs(np.vstack(parts) - expected).max()
+            print(f"{profile}: {len(tokens)} tokens, largest error {error:.1e}")
+            assert error <= PROMISE, (profile, len(tokens))

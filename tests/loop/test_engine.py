@@ -1,0 +1,103 @@
+"""Prompt to text on a real tiny bundle: the text does not depend on how rounds cut the tokens."""
+
+import json
+import shutil
+
+import pytest
+
+from oxidize.runtime.decoder import SpeculativeConfig
+from oxidize.runtime.engine import Engine, EngineOptions
+from oxidize.runtime.errors import UsageError
+from oxidize.runtime.sampling import SamplingParams
+from oxidize.runtime.session import RuntimeOptions
+
+OPTIONS = RuntimeOptions(threads=1)
+
+
+@pytest.fixture(scope="module")
+def engine(tiny_bundle):
+    return Engine.open(tiny_bundle("smollm2"), EngineOptions(OPTIONS, draft="ngram", exact=True))
+
+
+def answer(engine, prompt="one two three one two", k=8, stops=(), count=48, **sampling):
+    config = SpeculativeConfig(k, count, adaptive=False, min_acceptance_rate=0.0)
+    deltas = list(engine.stream(engine.encode(prompt), config, SamplingParams(**sampling), stops))
+    return "".join(delta.text for delta in deltas), deltas
+
+
+def test_text_is_the_decoded_tokens(engine):
+    text, deltas = answer(engine)
+    tokens = [token for delta in deltas for token in delta.tokens]
+    eos = set(engine.bundle.manifest.generation.eos_token_ids)
+    assert text == engine.tokenizer.decode([token for token in tokens if token not in eos])
+    assert deltas[-1].finish_reason in ("stop", "length")
+    assert all(delta.finish_reason is None for delta in deltas[:-1])
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_text_does_not_depend_on_k(engine, temperature):
+    texts = {answer(engine, k=k, temperature=temperature, seed=4)[0] for k in (0, 1, 3, 8)}
+    assert len(texts) == 1
+
+
+def test_stop_strings_end_the_text_wherever_they_fall(engine):
+    whole, _ = answer(engine)
+    assert len(whole) > 12
+    for start in range(4, 12):
+        stop = whole[start : start + 3]
+        expected = whole[: whole.index(stop)]
+        for k in (0, 1, 8):
+            text, deltas = answer(engine, k=k, stops=(stop,))
+            assert text == expected
+            assert deltas[-1].finish_reason == "stop"
+
+
+def test_longest_answer_is_bounded_by_the_context(engine):
+    prompt = "a b " * 100
+    room = engine.target.context - len(engine.encode(prompt))
+    _, deltas = answer(engine, prompt, count=10_000)
+    tokens = sum(len(delta.tokens) for delta in deltas)
+    assert tokens == room or deltas[-1].finish_reason == "stop"
+
+
+def test_prompt_beyond_the_context_is_refused(engine):
+    with pytest.raises(UsageError, match="context"):
+        answer(engine, "a b c d " * 600)
+
+
+def test_a_draft_of_another_vocabulary_is_refused(tiny_bundle, tmp_path):
+    """The digest of the id -> token table decides, not a name."""
+    draft = tmp_path / "draft"
+    shutil.copytree(tiny_bundle("smollm2"), draft)
+    manifest = json.loads((draft / "manifest.json").read_text())
+    manifest["tokenizer"]["vocab_sha256"] = "0" * 64
+    (draft / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(UsageError, match="vocabulary"):
+        Engine.open(tiny_bundle("smollm2"), EngineOptions(OPTIONS, draft=str(draft)))
+
+
+def test_unknown_draft_names_are_refused(tiny_bundle):
+    with pytest.raises(UsageError, match="no draft called 'nosuch'"):
+        Engine.open(tiny_bundle("smollm2"), EngineOptions(OPTIONS, draft="nosuch"))
+
+
+def test_stats_add_up(engine):
+    _, deltas = answer(engine)
+    stats = engine.stats
+    tokens = sum(len(delta.tokens) for delta in deltas)
+    assert stats.generated_tokens == tokens
+    assert stats.rounds == len(deltas)
+    assert tokens == stats.accepted_draft_tokens + stats.rounds or deltas[-1].finish_reason is not None
+    assert stats.accepted_draft_tokens == sum(stats.accepted_per_position)
+    parts = sum(stats.ort_ns.values()) / 1e6 + stats.host_ms
+    assert parts == pytest.approx(stats.decode_ns / 1e6)
+    assert 0 < stats.host_ms < stats.decode_ns / 1e6
+
+
+def test_padded_vocabulary_rows_are_never_produced(tiny_bundle):
+    engine = Engine.open(tiny_bundle("padded_vocab"), EngineOptions(OPTIONS, draft="none"))
+    facts = engine.bundle.manifest.model
+    assert facts.token_count < facts.vocab_size
+    for seed in range(20):
+        _, deltas = answer(engine, temperature=5.0, seed=seed)
+        assert all(token < facts.token_count for delta in deltas for token in delta.tokens)
