@@ -73,14 +73,13 @@ def run(arguments: Sequence[str]) -> int:
     from oxidize.runtime.errors import OxidizeError
 
     try:
-        return cli.main(args=list(arguments) or ["--help"], standalone_mode=False) or 0
+        return cli.main(list(arguments) or ["--help"], "oxidize", standalone_mode=False) or 0
     except click.ClickException as error:
         return _fail(f"{error.format_message().rstrip('.')}{_hint(error)}", error.exit_code)
     except OxidizeError as error:
-        return _fail(str(error), error.exit_code)
+        return _interrupted() if _hides_interrupt(error) else _fail(str(error), error.exit_code)
     except (click.Abort, KeyboardInterrupt):
-        click.echo("interrupted", err=True)
-        return 130
+        return _interrupted()
     except ModuleNotFoundError as error:
         package = (error.name or "a package").partition(".")[0]
         return _fail(f"{package} is not installed; run `pip install 'oxidize-ort[export]'`", 1)
@@ -93,6 +92,18 @@ def run(arguments: Sequence[str]) -> int:
 def _fail(message: str, code: int) -> int:
     click.echo(f"error: {' '.join(message.split())}", err=True)
     return code
+
+
+def _interrupted() -> int:
+    click.echo("interrupted", err=True)
+    return 130
+
+
+def _hides_interrupt(error: BaseException | None) -> bool:
+    """Whether Ctrl-C is behind it: extension modules turn one that comes while they load into an ImportError."""
+    while error is not None and not isinstance(error, KeyboardInterrupt):
+        error = error.__cause__ or error.__context__
+    return error is not None
 
 
 def _hint(error: click.ClickException) -> str:

@@ -54,9 +54,7 @@ class ModelConfig:
     qk_norm: bool = False  # RMSNorm over head_dim on q and k
     sandwich_norms: bool = False  # Gemma: norms after attention and after the MLP too
     norm_offset: float = 0.0  # Gemma: RMSNorm multiplies by (1 + weight)
-    embedding_scale: float = (
-        1.0  # Gemma: sqrt(hidden_size), unrounded (transformers rounds it to its own dtype)
-    )
+    embedding_scale: float = 1.0  # Gemma: sqrt(hidden_size), unrounded (transformers rounds it to its own dtype)
     rope_local: RopeConfig | None = None  # for sliding layers, where it differs
     sliding_window: int | None = None  # tokens a sliding layer sees, the current one included
     layer_types: tuple[str, ...] = ()  # "full_attention" | "sliding_attention", one per layer

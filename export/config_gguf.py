@@ -49,8 +49,7 @@ def config_from_gguf(
     architecture = metadata.get("general.architecture")
     if architecture not in SUPPORTED:
         raise UnsupportedModelError(
-            f"GGUF general.architecture {architecture!r} is not supported; this version exports "
-            + ", ".join(SUPPORTED)
+            f"GGUF general.architecture {architecture!r} is not supported; this version exports " + ", ".join(SUPPORTED)
         )
     _check_whole(metadata)
     prefix = f"{architecture}."
@@ -70,9 +69,7 @@ def generation_from_gguf(metadata: Mapping[str, Any]) -> GenerationDefaults:
 
 def _check_whole(metadata: Mapping[str, Any]) -> None:
     if metadata.get("split.count", 0) > 1:
-        raise CheckpointError(
-            "this GGUF file is one of several splits; merge them with llama-gguf-split --merge"
-        )
+        raise CheckpointError("this GGUF file is one of several splits; merge them with llama-gguf-split --merge")
     kind = metadata.get("general.type", "model")
     if kind != "model":
         raise UnsupportedModelError(f"GGUF general.type is {kind!r}, only a whole model can be exported")
@@ -89,9 +86,7 @@ def _base(
     kv_heads = keys.optional_integer("attention.head_count_kv") or heads
     head_dim = _head_dim(keys, hidden, heads)
     if heads % kv_heads:
-        raise CheckpointError(
-            f"{keys.where}: {heads} attention heads cannot share {kv_heads} key/value heads"
-        )
+        raise CheckpointError(f"{keys.where}: {heads} attention heads cannot share {kv_heads} key/value heads")
     return ModelConfig(
         architecture=architecture,
         hidden_size=hidden,
@@ -145,14 +140,8 @@ def _gemma3_layer_types(keys: Keys, layers: int) -> tuple[str, ...]:
     pattern = keys.get("attention.sliding_window_pattern", 6)  # llama.cpp's constant
     if type(pattern) is int and pattern > 0:
         return every_nth_full(layers, pattern)
-    if (
-        not isinstance(pattern, list)
-        or len(pattern) != layers
-        or not all(type(item) is bool for item in pattern)
-    ):
-        raise CheckpointError(
-            f"{keys.where}: attention.sliding_window_pattern must be a period or a flag per layer"
-        )
+    if not isinstance(pattern, list) or len(pattern) != layers or not all(type(item) is bool for item in pattern):
+        raise CheckpointError(f"{keys.where}: attention.sliding_window_pattern must be a period or a flag per layer")
     return tuple(SLIDING if item else FULL for item in pattern)
 
 
@@ -166,13 +155,9 @@ def _head_dim(keys: Keys, hidden: int, heads: int) -> int:
     for key in ("attention.value_length", "rope.dimension_count"):
         other = keys.optional_integer(key)
         if other not in (None, head_dim):
-            raise UnsupportedModelError(
-                f"{keys.where}: {key} = {other} differs from the head size {head_dim}"
-            )
+            raise UnsupportedModelError(f"{keys.where}: {key} = {other} differs from the head size {head_dim}")
     if head_dim % 2:
-        raise CheckpointError(
-            f"{keys.where}: head size {head_dim} is odd, rotary embeddings need an even one"
-        )
+        raise CheckpointError(f"{keys.where}: head size {head_dim} is odd, rotary embeddings need an even one")
     return head_dim
 
 
@@ -203,8 +188,7 @@ def _rope(keys: Keys, factors: tuple[float, ...] | None, head_dim: int) -> RopeC
     if kind == "linear":
         return RopeConfig(theta, "linear", factor)
     if kind == "yarn":
-        betas = {"beta_fast": fast, "beta_slow": slow}
-        return RopeConfig(theta, "yarn", factor, original_max_positions=original, **betas)
+        return RopeConfig(theta, "yarn", factor, original_max_positions=original, beta_fast=fast, beta_slow=slow)
     return RopeConfig(theta)
 
 

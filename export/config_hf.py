@@ -37,8 +37,7 @@ def config_from_hf(raw: Mapping[str, Any]) -> ModelConfig:
         return _from_gemma3_wrapper(raw)
     if model_type not in DEFAULTS:
         raise UnsupportedModelError(
-            f"config.json: model_type {model_type!r} is not supported; this version exports "
-            + ", ".join(SUPPORTED)
+            f"config.json: model_type {model_type!r} is not supported; this version exports " + ", ".join(SUPPORTED)
         )
     keys = Keys(raw, DEFAULTS[model_type], "config.json")
     config = _READERS[model_type](keys)
@@ -72,15 +71,11 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise CheckpointError(
-            f"cannot read {path}: {error.strerror or error}; is the checkpoint complete?"
-        ) from error
+        raise CheckpointError(f"cannot read {path}: {error.strerror or error}; is the checkpoint complete?") from error
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is not valid JSON ({error}); download it again") from None
     if not isinstance(found, dict):
-        raise CheckpointError(
-            f"{path} must hold a JSON object, not {type(found).__name__}; download it again"
-        )
+        raise CheckpointError(f"{path} must hold a JSON object, not {type(found).__name__}; download it again")
     return found
 
 
@@ -95,32 +90,24 @@ def _from_gemma3_wrapper(raw: Mapping[str, Any]) -> ModelConfig:
     """The text model inside a multimodal Gemma 3 checkpoint."""
     text = raw.get("text_config")
     if not isinstance(text, Mapping):
-        raise CheckpointError(
-            "config.json: a gemma3 model needs a text_config object; the file is incomplete"
-        )
+        raise CheckpointError("config.json: a gemma3 model needs a text_config object; the file is incomplete")
     outer = Keys(raw, {}, "config.json")
     for key in ("text_config", "vision_config", *IMAGE_KEYS):
         outer.get(key)
     tied = outer.flag("tie_word_embeddings", True)
     outer.refuse_unread(HARMLESS, ONLY)
     if "tie_word_embeddings" in raw and text.get("tie_word_embeddings", tied) != tied:
-        raise CheckpointError(
-            "config.json: tie_word_embeddings differs between the top level and text_config"
-        )
+        raise CheckpointError("config.json: tie_word_embeddings differs between the top level and text_config")
     return config_from_hf({"tie_word_embeddings": tied, **text, "model_type": "gemma3_text"})
 
 
-def _base(
-    keys: Keys, rope: RopeConfig, tied: bool = False, activation_key: str = "hidden_act"
-) -> ModelConfig:
+def _base(keys: Keys, rope: RopeConfig, tied: bool = False, activation_key: str = "hidden_act") -> ModelConfig:
     """What all architectures share: sizes, full attention, no bias."""
     heads, hidden = keys.size("num_attention_heads"), keys.size("hidden_size")
     head_dim = _head_dim(keys, hidden, heads)
     kv_heads = keys.optional_integer("num_key_value_heads") or heads
     if heads % kv_heads:
-        raise CheckpointError(
-            f"{keys.where}: {heads} attention heads cannot share {kv_heads} key/value heads"
-        )
+        raise CheckpointError(f"{keys.where}: {heads} attention heads cannot share {kv_heads} key/value heads")
     layers = keys.size("num_hidden_layers")
     return ModelConfig(
         architecture=str(keys.get("model_type")),
@@ -195,9 +182,7 @@ def _gemma3(keys: Keys) -> ModelConfig:
         norm_offset=1.0,
         embedding_scale=base.hidden_size**0.5,
     )
-    config = _with_window(
-        keys, config, _gemma3_layer_types(keys, base.layers), keys.optional_integer("sliding_window")
-    )
+    config = _with_window(keys, config, _gemma3_layer_types(keys, base.layers), keys.optional_integer("sliding_window"))
     return replace(config, rope_local=rope_local) if config.sliding_window else config
 
 
@@ -223,13 +208,9 @@ def _layer_types(keys: Keys, derived: tuple[str, ...]) -> tuple[str, ...]:
         return derived
     unknown = sorted(set(stated) - {FULL, SLIDING})
     if unknown:
-        raise UnsupportedModelError(
-            f"{keys.where}: layer_types holds {unknown[0]!r}, which is not implemented"
-        )
+        raise UnsupportedModelError(f"{keys.where}: layer_types holds {unknown[0]!r}, which is not implemented")
     if len(stated) != len(derived):
-        raise CheckpointError(
-            f"{keys.where}: layer_types has {len(stated)} entries for {len(derived)} layers"
-        )
+        raise CheckpointError(f"{keys.where}: layer_types has {len(stated)} entries for {len(derived)} layers")
     return stated
 
 
@@ -237,18 +218,14 @@ def _with_window(keys: Keys, config: ModelConfig, types: tuple[str, ...], window
     if SLIDING not in types:
         return replace(config, layer_types=types)
     if not window:
-        raise CheckpointError(
-            f"{keys.where}: layer_types holds sliding layers but there is no sliding_window"
-        )
+        raise CheckpointError(f"{keys.where}: layer_types holds sliding layers but there is no sliding_window")
     return replace(config, layer_types=types, sliding_window=window)
 
 
 def _head_dim(keys: Keys, hidden: int, heads: int) -> int:
     head_dim = keys.optional_integer("head_dim")
     if not head_dim and hidden % heads:
-        raise CheckpointError(
-            f"{keys.where}: hidden_size {hidden} is not a multiple of num_attention_heads {heads}"
-        )
+        raise CheckpointError(f"{keys.where}: hidden_size {hidden} is not a multiple of num_attention_heads {heads}")
     head_dim = head_dim or hidden // heads
     if head_dim % 2:
         raise CheckpointError(f"{keys.where}: head_dim {head_dim} is odd, rotary embeddings need an even one")

@@ -100,9 +100,7 @@ class Keys:
             )
         return choices[value]
 
-    def refuse_unread(
-        self, harmless: frozenset[str] = frozenset(), only: Mapping[str, Any] | None = None
-    ) -> None:
+    def refuse_unread(self, harmless: frozenset[str] = frozenset(), only: Mapping[str, Any] | None = None) -> None:
         """Refuse keys nobody read, save null and `harmless` ones and those with their value in `only`."""
         for key in sorted(self._raw.keys() - self._read - harmless):
             value = self._raw[key]

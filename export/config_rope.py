@@ -56,9 +56,7 @@ def _parse(stated: Mapping[str, Any], theta: float, outer: Keys) -> RopeConfig:
     keys.get("rope_theta")
     name = "type" if "rope_type" not in stated else "rope_type"
     if keys.get("type") not in (None, keys.get("rope_type", keys.get("type"))):
-        raise CheckpointError(
-            f"{keys.where}: type and rope_type disagree: {stated['type']!r}, {stated['rope_type']!r}"
-        )
+        raise CheckpointError(f"{keys.where}: type and rope_type disagree: {stated['type']!r}, {stated['rope_type']!r}")
     kind = keys.choice(name, {kind: kind for kind in _READERS}, "default")
     rope = _READERS[kind](keys, theta, outer.size("max_position_embeddings"))
     keys.refuse_unread(only={"partial_rotary_factor": 1.0})

@@ -97,7 +97,7 @@ class _Header:
         self._check_version(self._u32())
         tensor_count, pair_count = self._u64(), self._u64()
         metadata = self._metadata(pair_count)
-        heads = [self._tensor_head() for _ in range(self._bounded(tensor_count, 24))]
+        heads = [self._tensor_head() for _ in range(tensor_count)]
         return GgufFile(self._path, metadata, self._places(heads, metadata.get("general.alignment", 32)))
 
     def _check_version(self, version: int) -> None:
@@ -110,7 +110,7 @@ class _Header:
 
     def _metadata(self, count: int) -> dict[str, Any]:
         metadata: dict[str, Any] = {}
-        for _ in range(self._bounded(count, 13)):
+        for _ in range(count):
             key = self._text()
             if key in metadata:
                 raise CheckpointError(f"{self._path}: metadata key {key} occurs twice; the file is damaged")
@@ -124,7 +124,7 @@ class _Header:
             return self._numbers(key, kind, 1)[0]
         kind, count = self._u32(), self._u64()
         if kind == _STRING:
-            return [self._text() for _ in range(self._bounded(count, 8))]
+            return [self._text() for _ in range(count)]
         return self._numbers(key, kind, count)
 
     def _numbers(self, key: str, kind: int, count: int) -> list[Any]:
@@ -137,23 +137,15 @@ class _Header:
     def _tensor_head(self) -> tuple[str, int, tuple[int, ...], int]:
         name, dimensions = self._text(), self._u32()
         if dimensions > _MAX_DIMENSIONS:
-            raise CheckpointError(
-                f"{self._path}: tensor {name} has {dimensions} dimensions; the file is damaged"
-            )
+            raise CheckpointError(f"{self._path}: tensor {name} has {dimensions} dimensions; the file is damaged")
         shape = tuple(self._u64() for _ in range(dimensions))[::-1]
         return name, self._u32(), shape, self._u64()
 
-    def _places(
-        self, heads: list[tuple[str, int, tuple[int, ...], int]], alignment: Any
-    ) -> tuple[TensorPlace, ...]:
+    def _places(self, heads: list[tuple[str, int, tuple[int, ...], int]], alignment: Any) -> tuple[TensorPlace, ...]:
         if type(alignment) is not int or alignment < 1 or alignment & (alignment - 1):
-            raise CheckpointError(
-                f"{self._path}: general.alignment must be a power of two, not {alignment!r}"
-            )
+            raise CheckpointError(f"{self._path}: general.alignment must be a power of two, not {alignment!r}")
         data_start = -(-self._position // alignment) * alignment
-        places = tuple(
-            self._place(name, kind, shape, data_start + offset) for name, kind, shape, offset in heads
-        )
+        places = tuple(self._place(name, kind, shape, data_start + offset) for name, kind, shape, offset in heads)
         end, names = 0, set()
         for place in sorted(places, key=lambda place: place.start):
             if place.start < end or place.name in names:
@@ -173,9 +165,7 @@ class _Header:
             )
         block, block_bytes = GGML_QUANT_SIZES[GGMLQuantizationType(kind)]
         if not shape or 0 in shape or shape[-1] % block:
-            raise CheckpointError(
-                f"{self._path}: tensor {name} {list(shape)} is not made of blocks of {block}"
-            )
+            raise CheckpointError(f"{self._path}: tensor {name} {list(shape)} is not made of blocks of {block}")
         size = math.prod(shape) // block * block_bytes
         if start + size > self._size:
             raise CheckpointError(
@@ -197,19 +187,10 @@ class _Header:
     def _u64(self) -> int:
         return int.from_bytes(self._take(8), "little")
 
-    def _bounded(self, count: int, smallest: int) -> int:
-        """A count of things of `smallest` bytes or more, refused where the file has no room for them."""
-        if count * smallest > self._size - self._position:
-            raise self._truncated()
-        return count
-
     def _take(self, count: int) -> bytes:
         if count > self._size - self._position:
-            raise self._truncated()
+            raise CheckpointError(
+                f"{self._path} is truncated: its header goes on past byte {self._size}; download it again"
+            )
         self._position += count
         return self._stream.read(count)
-
-    def _truncated(self) -> CheckpointError:
-        return CheckpointError(
-            f"{self._path} is truncated: its header goes on past byte {self._size}; download it again"
-        )

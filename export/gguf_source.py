@@ -21,7 +21,7 @@ from .gguf_file import GgufFile, TensorPlace
 from .weights import BlockQuantized, LazyTensor
 
 ROPE_FACTORS = "rope_freqs.weight"
-_CHUNK = 1 << 20  # elements dequantised at a time
+_CHUNK = 1 << 16  # elements dequantised at a time: what stays in cache is twice as fast
 _BLOCK = 32  # of Q4_0 and Q8_0
 _TOP = {
     "token_embd": "model.embed_tokens",
@@ -86,9 +86,7 @@ class GgufTensor:
         scales = np.empty((rows, width // _BLOCK), np.float32)  # [N,K/32]
         step = max(1, _CHUNK // width)
         for begin in range(0, rows, step):
-            blocks = raw[self._source(begin, step)].reshape(
-                -1, width // _BLOCK, self.place.size // scales.size
-            )
+            blocks = raw[self._source(begin, step)].reshape(-1, width // _BLOCK, self.place.size // scales.size)
             part = slice(begin, begin + len(blocks))
             scales[part] = np.ascontiguousarray(blocks[..., :2]).view("<f2")[..., 0]
             quants[part] = _unpack(blocks[..., 2:], bits).reshape(len(blocks), width)
@@ -145,17 +143,13 @@ def _hugging_face_name(name: str, layer_names: Mapping[str, str]) -> str:
 def _row_order(file: GgufFile, place: TensorPlace) -> tuple[int, ...] | None:
     """Which stored row is each row of q or k: pairs (2i, 2i + 1) of a head become (i, i + half)."""
     part = place.name.split(".")[2:3]
-    key = {"attn_q": "llama.attention.head_count", "attn_k": "llama.attention.head_count_kv"}.get(
-        "".join(part)
-    )
+    key = {"attn_q": "llama.attention.head_count", "attn_k": "llama.attention.head_count_kv"}.get("".join(part))
     if key is None:
         return None
     heads: Any = file.metadata.get(key, file.metadata.get("llama.attention.head_count"))
     rows = place.shape[0]
     if type(heads) is not int or heads < 1 or rows % (2 * heads):
-        raise CheckpointError(
-            f"{file.path}: tensor {place.name} has {rows} rows, which {heads!r} heads cannot share"
-        )
+        raise CheckpointError(f"{file.path}: tensor {place.name} has {rows} rows, which {heads!r} heads cannot share")
     order = np.arange(rows).reshape(heads, rows // heads // 2, 2).swapaxes(1, 2).ravel()
     return tuple(order.tolist())
 

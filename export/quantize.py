@@ -78,7 +78,7 @@ def _search4(weight: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     For given quants q the best scale is (w.q)/(q.q), which leaves an error of w.w - (w.q)^2/(q.q); so the grid value
     with the largest (w.q)^2/(q.q) wins. Worked on transposed, to add whole rows.
     """
-    columns = np.ascontiguousarray(weight.T)  # [32,n]
+    columns = np.array(weight.T, order="C")  # [32,n], a copy
     largest = np.take_along_axis(columns, np.abs(columns).argmax(axis=0)[None], axis=0)[0]
     inverse = np.divide(-8.0, largest, out=np.zeros_like(largest), where=np.abs(largest) > 1e-30)
     columns *= inverse  # now in [-8,8]

@@ -63,9 +63,7 @@ class SafetensorsTensor:
                 for begin in range(0, count, _CHUNK):
                     piece = np.fromfile(stream, stored, min(_CHUNK, count - begin))
                     if piece.size < min(_CHUNK, count - begin):
-                        raise CheckpointError(
-                            f"{self.path} ends inside tensor {self.name}; download it again"
-                        )
+                        raise CheckpointError(f"{self.path} ends inside tensor {self.name}; download it again")
                     yield begin, piece
         except OSError as error:
             raise CheckpointError(f"cannot read {self.path}: {error.strerror or error}") from error
@@ -87,9 +85,7 @@ def find_safetensors(folder: Path) -> list[Path]:
             f"{folder} holds pickled weights only, which can run code when loaded; convert them to "
             f"{SINGLE_NAME} (transformers: model.save_pretrained) and export again"
         )
-    raise CheckpointError(
-        f"{folder} has neither {SINGLE_NAME} nor {INDEX_NAME}; it is not a complete checkpoint"
-    )
+    raise CheckpointError(f"{folder} has neither {SINGLE_NAME} nor {INDEX_NAME}; it is not a complete checkpoint")
 
 
 def read_safetensors(
@@ -103,9 +99,7 @@ def read_safetensors(
             if name is None:
                 continue
             if name in tensors:
-                raise CheckpointError(
-                    f"{path}: tensor {stored.name} occurs twice in {folder}; remove stale shards"
-                )
+                raise CheckpointError(f"{path}: tensor {stored.name} occurs twice in {folder}; remove stale shards")
             tensors[name] = stored
     index = folder / INDEX_NAME
     if index.is_file() and not (folder / SINGLE_NAME).is_file():
@@ -154,9 +148,7 @@ def _parse_header(path: Path, text: bytes) -> dict[str, Any]:
     try:
         header = json.loads(text.decode("utf-8"), object_pairs_hook=unique)
     except (ValueError, RecursionError):
-        raise CheckpointError(
-            f"{path}: the safetensors header is not valid JSON; download it again"
-        ) from None
+        raise CheckpointError(f"{path}: the safetensors header is not valid JSON; download it again") from None
     if not isinstance(header, dict):
         raise CheckpointError(f"{path}: the safetensors header is not an object; download it again")
     header.pop("__metadata__", None)
@@ -169,13 +161,10 @@ def _tensor(path: Path, name: str, entry: Any, data_start: int) -> SafetensorsTe
         numbers_ok = all(type(number) is int and number >= 0 for number in (*shape, begin, end))
         bits = _BITS[dtype] * math.prod(shape) if numbers_ok else -1
     except (KeyError, TypeError, ValueError):
-        raise CheckpointError(
-            f"{path}: the header entry of tensor {name} is malformed; download it again"
-        ) from None
+        raise CheckpointError(f"{path}: the header entry of tensor {name} is malformed; download it again") from None
     if bits < 0 or bits != 8 * (end - begin):
         raise CheckpointError(
-            f"{path}: tensor {name} ({dtype} {list(shape)}) does not fill its bytes {begin}..{end}; "
-            "download it again"
+            f"{path}: tensor {name} ({dtype} {list(shape)}) does not fill its bytes {begin}..{end}; download it again"
         )
     return SafetensorsTensor(path, name, dtype, shape, data_start + begin)
 
@@ -185,9 +174,7 @@ def _check_tiling(path: Path, tensors: list[SafetensorsTensor], data_start: int,
     for stored in sorted(tensors, key=lambda stored: (stored.start, _nbytes(stored))):
         if stored.start != position:
             what = "overlaps another tensor" if stored.start < position else "leaves a hole before it"
-            raise CheckpointError(
-                f"{path}: tensor {stored.name} {what}; the file is damaged, download it again"
-            )
+            raise CheckpointError(f"{path}: tensor {stored.name} {what}; the file is damaged, download it again")
         position += _nbytes(stored)
         if position > size:
             raise CheckpointError(
@@ -211,31 +198,21 @@ def _weight_map(index: Path) -> dict[str, str]:
         raise CheckpointError(f"{index} has no readable weight_map; download it again") from None
     for name, shard in entries.items():
         if not shard or Path(shard).name != shard or "\\" in shard:
-            raise CheckpointError(
-                f"{index}: tensor {name} lies in {shard!r}, which is not a file of this folder"
-            )
+            raise CheckpointError(f"{index}: tensor {name} lies in {shard!r}, which is not a file of this folder")
     if not entries:
         raise CheckpointError(f"{index} lists no tensors; download it again")
     return entries
 
 
-def _check_index(
-    index: Path, tensors: Mapping[str, SafetensorsTensor], rename: Callable[[str], str | None]
-) -> None:
-    listed = {
-        renamed: shard for name, shard in _weight_map(index).items() if (renamed := rename(name)) is not None
-    }
+def _check_index(index: Path, tensors: Mapping[str, SafetensorsTensor], rename: Callable[[str], str | None]) -> None:
+    listed = {renamed: shard for name, shard in _weight_map(index).items() if (renamed := rename(name)) is not None}
     for name, shard in listed.items():
         stored = tensors.get(name)
         if stored is None or stored.path.name != shard:
-            raise CheckpointError(
-                f"{index.parent / shard} lacks tensor {name}, which {index.name} puts there"
-            )
+            raise CheckpointError(f"{index.parent / shard} lacks tensor {name}, which {index.name} puts there")
     extra = [name for name in tensors if name not in listed]
     if extra:
-        raise CheckpointError(
-            f"tensor {extra[0]} is in a shard but not in {index}; the folder mixes two checkpoints"
-        )
+        raise CheckpointError(f"tensor {extra[0]} is in a shard but not in {index}; the folder mixes two checkpoints")
 
 
 def _widen_bf16(bits: np.ndarray) -> np.ndarray:

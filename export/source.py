@@ -34,6 +34,7 @@ _TOKENIZER_NAMES = (
     "merges.txt",
 )
 _HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+_VISION = ("vision_tower.", "multi_modal_projector.")
 _DERIVED = (
     ".rotary_emb.inv_freq",
     ".masked_bias",
@@ -133,9 +134,7 @@ def _open_gguf(path: Path) -> Checkpoint:
 
 def _files(folder: Path) -> tuple[Path, ...]:
     names = (CONFIG_NAME, GENERATION_NAME, INDEX_NAME, *_TOKENIZER_NAMES)
-    return tuple(
-        path for path in (*(folder / name for name in names), *find_safetensors(folder)) if path.is_file()
-    )
+    return tuple(path for path in (*(folder / name for name in names), *find_safetensors(folder)) if path.is_file())
 
 
 def _weight_name(name: str) -> str | None:
@@ -144,10 +143,12 @@ def _weight_name(name: str) -> str | None:
 
 def _text_model_name(name: str) -> str | None:
     """The name in the text model of a tensor of a multimodal Gemma 3; None for the vision part."""
+    if name.removeprefix("model.").startswith(_VISION):
+        return None
     for outer, inner in (("language_model.", ""), ("model.language_model.", "model.")):
         if name.startswith(outer):
             return inner + name.removeprefix(outer)
-    return name if name == _HEAD else None
+    return name
 
 
 def _check_tied(folder: Path, tensors: Mapping[str, SafetensorsTensor]) -> None:
@@ -166,18 +167,12 @@ def _download(name: str, offline: bool, revision: str | None) -> Path:
         from huggingface_hub import snapshot_download
         from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
     except ImportError:
-        raise CheckpointError(
-            f"reading {name} from the hub needs: pip install 'oxidize-ort[export]'"
-        ) from None
+        raise CheckpointError(f"reading {name} from the hub needs: pip install 'oxidize-ort[export]'") from None
     patterns = ["*.json", "*.jinja", "merges.txt", "tokenizer.model", "model*.safetensors"]
     try:
-        return Path(
-            snapshot_download(name, revision=revision, allow_patterns=patterns, local_files_only=offline)
-        )
+        return Path(snapshot_download(name, revision=revision, allow_patterns=patterns, local_files_only=offline))
     except LocalEntryNotFoundError:
-        how = (
-            "drop --offline or give a local folder" if offline else "check the network or give a local folder"
-        )
+        how = "drop --offline or give a local folder" if offline else "check the network or give a local folder"
         raise CheckpointError(f"{name} is not in the local hub cache; {how}") from None
     except (HfHubHTTPError, OSError, ValueError) as error:
         first_line = str(error).strip().splitlines()[:1] or [type(error).__name__]

@@ -108,7 +108,5 @@ class TensorTable:
     def _get(self, name: str) -> LazyTensor:
         stored = self._tensors.get(name)
         if stored is None:
-            raise CheckpointError(
-                f"{self._origin} has no tensor {name}, which its config asks for; it is incomplete"
-            )
+            raise CheckpointError(f"{self._origin} has no tensor {name}, which its config asks for; it is incomplete")
         return stored

@@ -56,9 +56,7 @@ class Acceptance:
     kind: Literal["correction", "bonus"]
 
 
-def accept_match(
-    proposal: Proposal, law_at: Callable[[int], Law], key: NoiseKey, position: int
-) -> Acceptance:
+def accept_match(proposal: Proposal, law_at: Callable[[int], Law], key: NoiseKey, position: int) -> Acceptance:
     """Keep draft tokens while they are the target's own tokens.
 
     law_at: the target's law for row i, given the i draft tokens before it; asked for in order, once per row,
@@ -72,9 +70,7 @@ def accept_match(
     return _bonus(proposal, law_at, key, position)
 
 
-def accept_reject(
-    proposal: Proposal, law_at: Callable[[int], Law], key: NoiseKey, position: int
-) -> Acceptance:
+def accept_reject(proposal: Proposal, law_at: Callable[[int], Law], key: NoiseKey, position: int) -> Acceptance:
     """Keep each draft token with probability min(1, p/q); arguments as for `accept_match`.
 
     The proposal's laws must be the ones its tokens were really drawn from, temperature and cuts included.

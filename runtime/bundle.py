@@ -2,6 +2,7 @@
 
 import json
 import os
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Thread
@@ -107,4 +108,5 @@ def _write_stamps(cache: Path, stamps: dict[str, list[int | str]]) -> None:
         temporary.write_text(json.dumps(kept), encoding="utf-8")
         temporary.replace(cache / _STAMPS)
     except OSError:
-        temporary.unlink(missing_ok=True)
+        with suppress(OSError):
+            temporary.unlink()

@@ -46,9 +46,7 @@ class NoiseKey:
 def uniform(key: NoiseKey, domain: Domain, position: int, ids: int, round_: int = 0) -> float: ...
 @overload
 def uniform(key: NoiseKey, domain: Domain, position: int, ids: np.ndarray, round_: int = 0) -> np.ndarray: ...
-def uniform(
-    key: NoiseKey, domain: Domain, position: int, ids: int | np.ndarray, round_: int = 0
-) -> float | np.ndarray:
+def uniform(key: NoiseKey, domain: Domain, position: int, ids: int | np.ndarray, round_: int = 0) -> float | np.ndarray:
     """Return uniform noise, strictly inside (0, 1): one float64 for one id, float64 [n] for ids [n]."""
     start = _absorb(key.seed, key.choice, domain, position, round_)
     if isinstance(ids, np.ndarray):
@@ -60,9 +58,7 @@ def uniform(
     return (bits + 0.5) * _UNIT
 
 
-def gumbel(
-    key: NoiseKey, domain: Domain, position: int, ids: int | np.ndarray, round_: int = 0
-) -> float | np.ndarray:
+def gumbel(key: NoiseKey, domain: Domain, position: int, ids: int | np.ndarray, round_: int = 0) -> float | np.ndarray:
     """Return standard Gumbel noise, shaped like `uniform`; argmax(log p + gumbel) has the law p."""
     return -np.log(-np.log(uniform(key, domain, position, ids, round_)))
 

@@ -1,6 +1,7 @@
 """The door to ONNX Runtime: providers, sessions, device tensors and IO bindings. Knows nothing about decoding."""
 
 import importlib
+import logging
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -20,6 +21,7 @@ PROVIDERS = {
 }
 SPIN_MODES = ("auto", "on", "off")
 _SPIN_AUTO_US = "40"  # long enough to bridge the gap between two nodes, too short to starve a neighbour
+_LOG = logging.getLogger("oxidize")
 _INSTALL = "install one of `pip install 'oxidize-ort[cpu]'` and `pip install 'oxidize-ort[gpu]'`"
 
 
@@ -143,6 +145,8 @@ class GraphSession:
         self.elapsed_ns = 0
         self.runs = 0
         _check_contract(self.session, contract, path)
+        if provider != "cpu":
+            _check_assignment(self.session, provider, contract.role)
 
     def binding(self) -> "Binding":
         """A new, empty binding for one shape."""
@@ -193,12 +197,17 @@ class Binding:
 
 
 def _create(ort: Any, path: Path, provider: str, options: RuntimeOptions, light: bool) -> Any:
+    if provider != "cpu":
+        _preload_cuda(ort)
     settings = ort.SessionOptions()
     settings.intra_op_num_threads = options.threads
     settings.inter_op_num_threads = 1
     settings.enable_mem_pattern = False
     settings.log_severity_level = 3
-    for key, value in _session_config(options.spin, light).items():
+    config = _session_config(options.spin, light)
+    if provider != "cpu":
+        config["session.record_ep_graph_assignment_info"] = "1"
+    for key, value in config.items():
         settings.add_session_config_entry(key, value)
     try:
         return ort.InferenceSession(str(path), settings, providers=_providers(provider, options))
@@ -232,6 +241,24 @@ def _providers(provider: str, options: RuntimeOptions) -> list[Any]:
         cuda,
         cpu,
     ]
+
+
+def _check_assignment(session: Any, provider: str, role: str) -> None:
+    """Refuse a provider that ONNX Runtime dropped silently; warn about nodes it left to the CPU."""
+    if PROVIDERS[provider] not in session.get_providers():
+        raise ProviderError(
+            f"ONNX Runtime could not start the {provider} provider for the {role} graph (see its message above); "
+            "check the CUDA, cuDNN and TensorRT libraries, or use --provider cpu"
+        )
+    left = [
+        f"{node.name} ({node.op_type})"
+        for part in session.get_provider_graph_assignment_info()
+        if part.ep_name == PROVIDERS["cpu"]
+        for node in part.get_nodes()
+    ]
+    if left:
+        shown = ", ".join(left[:8]) + (", ..." if len(left) > 8 else "")
+        _LOG.warning("%d nodes of the %s graph run on the CPU, not on %s: %s", len(left), role, provider, shown)
 
 
 def _check_contract(session: Any, contract: GraphContract, path: Path) -> None:

@@ -207,9 +207,7 @@ def _layer_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def write_gguf_checkpoint(
-    path: Path, variant: str | Mapping[str, Any], seed: int = 0, quant: str = "F32"
-) -> Path:
+def write_gguf_checkpoint(path: Path, variant: str | Mapping[str, Any], seed: int = 0, quant: str = "F32") -> Path:
     """Write the variant as llama.cpp's converter would; returns the file.
 
     `quant` is the type of matrices (F32, F16, BF16, Q4_0, Q4_1, Q5_0, Q5_1 or Q8_0); vectors stay F32.
@@ -244,9 +242,7 @@ def llama3_factors(config: Mapping[str, Any]) -> np.ndarray:
     return (1 / ((1 - smooth) / scaling["factor"] + smooth)).astype(np.float32)
 
 
-def _to_gguf(
-    name: str, values: np.ndarray, config: Mapping[str, Any], architecture: str
-) -> tuple[str, np.ndarray]:
+def _to_gguf(name: str, values: np.ndarray, config: Mapping[str, Any], architecture: str) -> tuple[str, np.ndarray]:
     """A tensor as the converter renames and changes it."""
     if architecture == "llama" and ".q_proj." in name:
         values = _pair_rows(values, config["num_attention_heads"])

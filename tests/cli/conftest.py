@@ -5,7 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -57,17 +57,25 @@ def oxidize(capsys: pytest.CaptureFixture[str]) -> Oxidize:
 
 
 @pytest.fixture
-def child() -> Child:
+def child() -> Iterator[Child]:
     """child("python code", "run", bundle, ...) starts a process that runs the code, then the command line."""
+    started: list[subprocess.Popen[str]] = []
 
-    def start(code: str, *arguments: object, **options: Any) -> "subprocess.Popen[str]":
+    def start(code: str, *arguments: object, env: dict[str, str] | None = None, **options: Any
+    ) -> "subprocess.Popen[str]":
         script = f"{code}\nfrom oxidize.cli.main import main\nmain()"
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "stdin": subprocess.DEVNULL}
         command = [sys.executable, "-c", script, *map(str, arguments)]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
-        return subprocess.Popen(command, text=True, env=environment, **{**pipes, **options})
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", **(env or {})}
+        process = subprocess.Popen(command, text=True, env=environment, **{**pipes, **options})
+        started.append(process)
+        return process
 
-    return start
+    yield start
+    for process in started:
+        if process.poll() is None:
+            process.kill()
+        process.communicate()
 
 
 @dataclass(frozen=True)

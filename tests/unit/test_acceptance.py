@@ -103,8 +103,11 @@ def mixed(target: Table) -> Propose:
 
 
 def steered(target: Table) -> Propose:
-    """The length of a round depends on what was drafted for its position before, and lost."""
-    draft, lost = near(target), dict[int, int]()
+    """The length of a round depends on what was drafted for its position before, and lost.
+
+    The draft's law is flat, so that the same noise would give the same token again.
+    """
+    draft, lost = sampled(Table(PLAIN, np.zeros_like(target.table))), dict[int, int]()
 
     def propose(text: list[int], k: int, context: DraftContext) -> Proposal:
         if text == PROMPT:
@@ -123,9 +126,7 @@ def nothing(target: Table) -> Propose:
 DRAFTS = [equal, near, uncut, opposite, outside, certain, certain_with_laws, mixed, steered, nothing]
 
 
-def play(
-    target: Table, propose: Propose, rule: str, k: int, key: NoiseKey
-) -> Iterator[tuple[list[int], Acceptance]]:
+def play(target: Table, propose: Propose, rule: str, k: int, key: NoiseKey) -> Iterator[tuple[list[int], Acceptance]]:
     """Play the rounds of one text; yields the text so far and the outcome, and checks the rule's manners."""
     text = list(PROMPT)
     for round_ in count():
@@ -160,9 +161,7 @@ def exact_law(target: Table, length: int) -> dict[tuple[int, ...], float]:
     law: dict[tuple[int, ...], float] = {}
     for tokens in product(range(VOCABULARY), repeat=length):
         text = [*PROMPT, *tokens]
-        law[tokens] = float(
-            np.prod([target.law(text[:i]).prob(text[i]) for i in range(len(PROMPT), len(text))])
-        )
+        law[tokens] = float(np.prod([target.law(text[:i]).prob(text[i]) for i in range(len(PROMPT), len(text))]))
     return law
 
 
@@ -180,9 +179,7 @@ def assert_law(samples: list[tuple[int, ...]], law: dict[tuple[int, ...], float]
     assert stats.chisquare(observed, np.array(expected) / sum(expected) * sum(observed)).pvalue > 1e-4
 
 
-def check_law(
-    make: Callable[[Table], Propose], rule: str, params: SamplingParams, k: int, samples: int
-) -> None:
+def check_law(make: Callable[[Table], Propose], rule: str, params: SamplingParams, k: int, samples: int) -> None:
     target = model(k, params)
     propose = make(target)
     texts = [write(target, propose, rule, k, NoiseKey(seed, k), length=3) for seed in range(samples)]
@@ -256,9 +253,7 @@ def test_a_sampling_draft_against_a_greedy_target() -> None:
 def test_a_draft_equal_to_the_target_is_always_accepted(rule: str, params: SamplingParams) -> None:
     target = model(7, params)
     for seed in range(50):
-        for _, (_, outcome) in zip(
-            range(6), play(target, equal(target), rule, 4, NoiseKey(seed)), strict=False
-        ):
+        for _, (_, outcome) in zip(range(6), play(target, equal(target), rule, 4, NoiseKey(seed)), strict=False):
             assert (outcome.accepted, outcome.kind) == (4, "bonus")
 
 
@@ -324,9 +319,7 @@ def test_residual_of_sparse_and_dense_laws_of_different_length(dense_target: boo
     q = Law(np.array([0, 2]), np.array([0.9, 0.1]))
     p = Law(None, np.array([0.5, 0, 0.2, 0, 0, 0.3])) if dense_target else p
     q = Law(None, np.array([0.9, 0, 0.1])) if dense_draft else q
-    rejected = [
-        outcome.token for seed in range(4000) if (outcome := decide(p, q, 0, seed)).kind == "correction"
-    ]
+    rejected = [outcome.token for seed in range(4000) if (outcome := decide(p, q, 0, seed)).kind == "correction"]
     counts = Counter(rejected)
     assert counts.keys() == {2, 5}
     assert stats.binomtest(counts[5], len(rejected), 0.75).pvalue > 1e-4

@@ -254,8 +254,8 @@ class _Stop(BaseException):
     [
         (OSError(errno.ENOSPC, "No space left on device"), OxidizeError, "the disk of .* is full; nothing was"),
         (OSError(errno.EACCES, "Permission denied"), OxidizeError, "cannot write .*Permission denied"),
-        (MemoryError(), MemoryError, ""),
-        (_Stop(), _Stop, ""),
+        (MemoryError(), MemoryError, None),
+        (_Stop(), _Stop, None),
     ],
 )
 @pytest.mark.parametrize("where", ["_list_files", "build_graphs", "write_tokenizer"])
@@ -266,7 +266,7 @@ def test_a_failed_export_leaves_nothing(
     where: str,
     error: BaseException,
     raised: type[BaseException],
-    message: str,
+    message: str | None,
 ) -> None:
     def fail(*_: object) -> None:
         raise error

@@ -43,6 +43,7 @@ def test_absent_keys_have_the_defaults_of_transformers(model_type):
         name: getattr(theirs, key, None) for name, key in names.items()
     }
     assert ours.head_dim == getattr(theirs, "head_dim", theirs.hidden_size // theirs.num_attention_heads)
+    assert ours.attention_scale == getattr(theirs, "query_pre_attn_scalar", ours.head_dim) ** -0.5
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -84,9 +85,7 @@ def test_gemma_has_two_ropes_and_scales_the_full_layers_alone():
 def test_multimodal_gemma_is_read_as_its_text_model():
     text = {key: value for key, value in gemma().items() if key != "tie_word_embeddings"}
     wrapped = {"model_type": "gemma3", "text_config": text, "vision_config": {"hidden_size": 1}}
-    assert config_from_hf({**wrapped, "mm_tokens_per_image": 256, "boi_token_index": 7}) == config_from_hf(
-        gemma()
-    )
+    assert config_from_hf({**wrapped, "mm_tokens_per_image": 256, "boi_token_index": 7}) == config_from_hf(gemma())
     untied = config_from_hf({**wrapped, "tie_word_embeddings": False})
     assert not untied.tie_word_embeddings
     with pytest.raises(CheckpointError, match="tie_word_embeddings differs"):
@@ -171,9 +170,7 @@ def test_maths_we_do_not_have_is_refused_by_name(config, named):
         (llama(rope_scaling=[1]), "rope_scaling must be an object"),
         (llama(rope_parameters={"rope_theta": 5.0}), "rope_theta = 10000.0 but rope_parameters"),
         (
-            llama(
-                rope_scaling={"type": "linear", "factor": 2}, rope_parameters={"type": "linear", "factor": 4}
-            ),
+            llama(rope_scaling={"type": "linear", "factor": 2}, rope_parameters={"type": "linear", "factor": 4}),
             "rope_parameters and rope_scaling disagree on factor",
         ),
         ({**VARIANTS["mistral"], "layer_types": [SLIDING, FULL]}, "layer_types and sliding_window = None"),
@@ -211,9 +208,7 @@ def test_generation_defaults(tmp_path):
     (tmp_path / "generation_config.json").write_text(json.dumps(given))
     got = generation_from_hf(tmp_path)
     assert (got.eos_token_ids, got.temperature, got.top_p, got.top_k, got.min_p) == ((7,), 0.6, 0.9, 20, None)
-    (tmp_path / "generation_config.json").write_text(
-        json.dumps({**given, "do_sample": False, "eos_token_id": None})
-    )
+    (tmp_path / "generation_config.json").write_text(json.dumps({**given, "do_sample": False, "eos_token_id": None}))
     got = generation_from_hf(tmp_path)
     assert (got.eos_token_ids, got.temperature) == ((5, 6), None)
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": "</s>"}))
@@ -251,9 +246,7 @@ def test_gguf_gemma_constants_of_llama_cpp():
     assert config.layer_types == (*(SLIDING,) * 5, FULL, SLIDING)
     assert config.rope_local == RopeConfig(10_000.0) and config.attention_scale == 16**-0.5
     flags = [True, False]
-    assert config_from_gguf(
-        {**metadata, "gemma3.attention.sliding_window_pattern": flags}, SHAPES
-    ).layer_types == (
+    assert config_from_gguf({**metadata, "gemma3.attention.sliding_window_pattern": flags}, SHAPES).layer_types == (
         SLIDING,
         FULL,
     )

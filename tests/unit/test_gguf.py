@@ -63,9 +63,7 @@ def test_matrices_of_every_type(tmp_path, quant):
 def test_k_quants(tmp_path, quant):
     kind = gguf.GGMLQuantizationType[quant]
     block, block_bytes = gguf.GGML_QUANT_SIZES[kind]
-    raw = np.random.default_rng(0).integers(
-        0, 60, (24, 2 * block_bytes), np.uint8
-    )  # no byte makes an infinite scale
+    raw = np.random.default_rng(0).integers(0, 60, (24, 2 * block_bytes), np.uint8)  # no byte makes an infinite scale
     (tmp_path / "raw").write_bytes(b"skip" + raw.tobytes())
     place = TensorPlace("t", kind, (24, 2 * block), 4, raw.size)
     order = tuple(np.random.default_rng(1).permutation(24).tolist())

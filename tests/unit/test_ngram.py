@@ -71,9 +71,7 @@ def test_long_text_with_a_real_alphabet() -> None:
     text: list[int] = []
     while len(text) < 700:
         start = chance.randrange(len(text)) if text else 0
-        text += chance.choice(
-            [text[start : start + 30], [chance.randrange(200)] * 3, [chance.randrange(200)]]
-        )
+        text += chance.choice([text[start : start + 30], [chance.randrange(200)] * 3, [chance.randrange(200)]])
     drafter = NgramDrafter(2)
     for length in range(1, len(text)):
         drafter.observe(text[:length])

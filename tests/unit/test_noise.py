@@ -96,7 +96,7 @@ def test_no_value_twice_in_a_long_text() -> None:
 
 
 def test_every_bit_flips_half_of_the_others() -> None:
-    """Avalanche: one bit of the id, the position or the seed changes each output bit with probability one half."""
+    """Avalanche: a bit of the id, the position or the seed changes each output bit with probability one half."""
 
     def bits(key: NoiseKey, position: int, ids: np.ndarray) -> np.ndarray:
         return (uniform(key, Domain.TARGET, position, ids) * 2.0**52).astype(np.uint64)

@@ -1,0 +1,317 @@
+"""`oxidize export`: what it says, what it writes, and what every bad checkpoint or output folder answers."""
+
+import json
+import re
+import shutil
+import struct
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from oxidize.runtime.manifest import load_manifest
+
+
+@pytest.fixture
+def source(checkpoint: Path, tmp_path: Path) -> Path:
+    """A checkpoint to be damaged."""
+    return shutil.copytree(checkpoint, tmp_path / "source")
+
+
+def _edit_config(source: Path, **changes: Any) -> None:
+    path = source / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+def _left(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir() if path.name != "source")
+
+
+def test_the_whole_story(oxidize, checkpoint: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    result = oxidize("export", checkpoint, "-o", out)
+    assert (result.code, result.out) == (0, "")
+    lines = result.err.splitlines()
+    assert lines[0] == "tiny: llama, 2 layers, hidden 64, vocabulary 300, context 512"
+    assert re.fullmatch(rf"int4, profile ort, about 0 MB -> {re.escape(str(out))}", lines[1])
+    weights = [int(line.split()[1]) for line in lines[2:-3]]
+    assert weights == sorted(set(weights)) and weights[-1] == 100
+    assert all(re.fullmatch(r"weights \d+ %", line) for line in lines[2:-3])
+    assert re.fullmatch(rf"wrote {re.escape(str(out))}: 0 MB in \d+\.\d s", lines[-3])
+    assert re.fullmatch(
+        r"perplexity [\d.]+, source [\d.]+ \([+-][\d.]+ %\), over 511 tokens", lines[-2]
+    )
+    assert lines[-1] == f"next: oxidize run {out} 'Hello'"
+    assert _left(tmp_path) == ["out"]
+    assert load_manifest(out).precision == "int4"
+
+
+def test_float32_is_its_own_reference(oxidize, checkpoint: Path, tmp_path: Path) -> None:
+    result = oxidize("export", checkpoint, "-o", tmp_path / "a", "--precision", "fp32")
+    assert re.search(r"^perplexity [\d.]+ over 511 tokens \(float32: the source's own\)$", result.err, re.M)
+    assert _left(tmp_path) == ["a"]
+
+
+def test_the_perplexity_can_be_left_out(
+    oxidize, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    result = oxidize("export", checkpoint, "-o", tmp_path / "a", "--no-eval")
+    assert result.code == 0 and "\nperplexity" not in result.err
+    monkeypatch.setitem(sys.modules, "onnxruntime", None)
+    result = oxidize("export", checkpoint, "-o", tmp_path / "b")
+    assert result.code == 0
+    assert "perplexity not measured: ONNX Runtime is not installed" in result.err
+    monkeypatch.undo()
+    result = oxidize("export", checkpoint, "-o", tmp_path / "c", "--context", 1)
+    assert result.code == 0
+    assert "perplexity not measured: perplexity needs a text of at least two tokens" in result.err
+
+
+def test_a_source_too_large_to_measure_says_so(
+    oxidize, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from oxidize.cli import quality
+
+    monkeypatch.setattr(quality, "_REFERENCE_LIMIT", 1.0)
+    result = oxidize("export", checkpoint, "-o", tmp_path / "a")
+    assert result.code == 0
+    assert re.search(r"^perplexity [\d.]+ over 511 tokens; the source's was not measured: in float32", result.err, re.M)
+
+
+def test_a_dry_run_writes_nothing(oxidize, checkpoint: Path, tmp_path: Path) -> None:
+    result = oxidize("export", checkpoint, "-o", tmp_path / "deep" / "out", "--dry-run", "--profile", "std")
+    assert (result.code, result.out) == (0, "")
+    assert result.err.splitlines() == [
+        "tiny: llama, 2 layers, hidden 64, vocabulary 300, context 512",
+        f"int4, profile std, about 0 MB -> {tmp_path / 'deep' / 'out'}",
+    ]
+    assert not _left(tmp_path)
+
+
+def test_options_reach_the_bundle(oxidize, checkpoint: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    arguments = ["--precision", "fp16", "--profile", "std", "--profile", "ort", "--context", 100, "--no-eval"]
+    assert oxidize("export", checkpoint, "-o", out, *arguments).code == 0
+    manifest = load_manifest(out)
+    assert manifest.precision == "fp16" and manifest.model.max_positions == 100
+    assert {graph.profile for graph in manifest.graphs} == {"std", "ort"}
+    assert manifest.provenance.source == "tiny" and "config.json" in manifest.provenance.files
+
+
+def test_drafts_are_named_after_their_source(oxidize, checkpoint: Path, tmp_path: Path) -> None:
+    draft = shutil.copytree(checkpoint, tmp_path / "source" / "Small-0.5B")
+    arguments = ["--draft-model", draft, "--draft-model", checkpoint, "--no-eval"]
+    result = oxidize("export", checkpoint, "-o", tmp_path / "out", *arguments)
+    assert result.code == 0 and result.err.count("weights 100 %") == 3
+    manifest = load_manifest(tmp_path / "out")
+    assert [entry.name for entry in manifest.drafts] == ["Small-0.5B", "tiny"]
+    inspected = oxidize("inspect", tmp_path / "out").out
+    assert "drafts     Small-0.5B (model), tiny (model)\n" in inspected
+    for name in ("Small-0.5B", "auto"):
+        answer = oxidize("run", tmp_path / "out", "hello", "-n", 6, "--draft-model", name, "--json")
+        assert json.loads(answer.out)["stats"]["draft_forward_passes"] > 0
+
+
+def test_two_drafts_of_one_name(oxidize, checkpoint: Path, tmp_path: Path) -> None:
+    arguments = ["--draft-model", checkpoint, "--draft-model", checkpoint, "--dry-run"]
+    result = oxidize("export", checkpoint, "-o", tmp_path / "out", *arguments)
+    result.assert_error(2, "the draft name 'tiny' is taken", "rename")
+
+
+def test_a_draft_with_another_vocabulary(oxidize, checkpoint: Path, tmp_path: Path) -> None:
+    draft = shutil.copytree(checkpoint, tmp_path / "source")
+    path = draft / "tokenizer.json"
+    path.write_text(path.read_text().replace("<|im_end|>", "<|im_stop|>"))
+    result = oxidize("export", checkpoint, "-o", tmp_path / "out", "--draft-model", draft)
+    assert result.code == 2
+    assert result.err.splitlines()[-1].startswith("error: draft source has another vocabulary (300 tokens")
+    assert "weights" not in result.err, "refused before the long work"
+    assert not _left(tmp_path)
+
+
+def _truncate(source: Path) -> None:
+    path = source / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def _truncate_header(source: Path) -> None:
+    path = source / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:20])
+
+
+def _huge_header(source: Path) -> None:
+    (source / "model.safetensors").write_bytes(struct.pack("<Q", 1 << 60) + b"{}")
+
+
+def _lose_weights(source: Path) -> None:
+    (source / "model.safetensors").unlink()
+
+
+def _lose_config(source: Path) -> None:
+    (source / "config.json").unlink()
+
+
+def _break_config(source: Path) -> None:
+    (source / "config.json").write_text("{")
+
+
+def _lose_tokenizer(source: Path) -> None:
+    (source / "tokenizer.json").unlink()
+
+
+def _break_tokenizer(source: Path) -> None:
+    (source / "tokenizer.json").write_text("{}")
+
+
+def _drop_tensor(source: Path) -> None:
+    from safetensors.numpy import load_file, save_file
+
+    tensors = load_file(source / "model.safetensors")
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    save_file(tensors, source / "model.safetensors")
+
+
+def _add_tensor(source: Path) -> None:
+    from safetensors.numpy import load_file, save_file
+
+    tensors = load_file(source / "model.safetensors")
+    tensors["model.layers.0.mlp.gate.weight"] = np.zeros((4, 64), np.float32)
+    save_file(tensors, source / "model.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (_truncate, ["model.safetensors"]),
+        (_truncate_header, ["model.safetensors"]),
+        (_huge_header, ["model.safetensors"]),
+        (_lose_weights, ["safetensors"]),
+        (_lose_config, ["config.json"]),
+        (_break_config, ["config.json"]),
+        (_lose_tokenizer, ["tokenizer"]),
+        (_break_tokenizer, ["tokenizer.json", "is not a tokenizer"]),
+        (_drop_tensor, ["model.layers.1.mlp.up_proj.weight"]),
+        (_add_tensor, ["model.layers.0.mlp.gate.weight"]),
+        (lambda source: _edit_config(source, model_type="falcon"), ["falcon"]),
+        (lambda source: _edit_config(source, final_logit_scale=2.0), ["final_logit_scale"]),
+        (lambda source: _edit_config(source, hidden_act="relu"), ["relu"]),
+        (lambda source: _edit_config(source, rope_scaling={"rope_type": "odd", "factor": 2.0}), ["odd"]),
+        (lambda source: _edit_config(source, hidden_size=96), ["64", "96"]),
+        (lambda source: _edit_config(source, num_hidden_layers="two"), ["num_hidden_layers"]),
+        (lambda source: _edit_config(source, vocab_size=200), ["200"]),
+    ],
+)
+def test_bad_checkpoints(
+    oxidize, source: Path, tmp_path: Path, damage: Callable[[Path], None], words: list[str]
+) -> None:
+    damage(source)
+    result = oxidize("export", source, "-o", tmp_path / "out")
+    last = result.err.splitlines()[-1]
+    assert result.code == 1 and result.out == "" and last.startswith("error: "), result
+    assert "Traceback" not in result.err
+    for word in words:
+        assert word in last
+    assert not _left(tmp_path)
+
+
+def test_a_missing_shard(oxidize, tmp_path: Path) -> None:
+    from checkpoints import VARIANTS, write_hf_checkpoint
+
+    source = write_hf_checkpoint(tmp_path / "source", VARIANTS["llama2"], shards=3)
+    (source / "model-00002-of-00003.safetensors").unlink()
+    result = oxidize("export", source, "-o", tmp_path / "out")
+    result.assert_error(1, "model-00002-of-00003.safetensors")
+    assert not _left(tmp_path)
+
+
+@pytest.mark.parametrize("content", [b"", b"GGML" + bytes(100), b"GGUF", b"GGUF" + b"\xff" * 40, bytes(5000)])
+def test_gguf_files_that_are_none(oxidize, tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "source" / "model.gguf"
+    path.parent.mkdir()
+    path.write_bytes(content)
+    oxidize("export", path, "-o", tmp_path / "out").assert_error(1, "model.gguf")
+    assert not _left(tmp_path)
+
+
+def test_sources_that_do_not_exist(oxidize, tmp_path: Path) -> None:
+    oxidize("export", tmp_path / "none", "-o", tmp_path / "out").assert_error(1, "check the path")
+    oxidize("export", "model.gguf", "-o", tmp_path / "out").assert_error(1, "check the path")
+    oxidize("export", tmp_path, "-o", tmp_path / "out").assert_error(1, "not a checkpoint")
+    assert not _left(tmp_path)
+
+
+def test_what_is_there_is_not_overwritten(oxidize, checkpoint: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("mine")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "file").write_text("mine")
+    for name in ("file", "folder"):
+        for force in ([], ["--force"]):
+            oxidize("export", checkpoint, "-o", tmp_path / name, *force).assert_error(
+                2, "exists and is not a bundle; nothing was written", "choose another -o"
+            )
+    assert (tmp_path / "file").read_text() == (tmp_path / "folder" / "file").read_text() == "mine"
+
+
+def test_a_bundle_is_replaced_only_by_force(oxidize, checkpoint: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    assert oxidize("export", checkpoint, "-o", out, "--no-eval").code == 0
+    before = (out / "manifest.json").read_bytes()
+    for more in ([], ["--dry-run"]):
+        oxidize("export", checkpoint, "-o", out, "--precision", "fp32", *more).assert_error(
+            2, "already holds a bundle; nothing was written", "--force"
+        )
+    assert (out / "manifest.json").read_bytes() == before
+    (out / "notes.txt").write_text("mine")
+    oxidize("export", checkpoint, "-o", out, "--force").assert_error(2, "notes.txt is no part of the bundle")
+    (out / "notes.txt").unlink()
+    assert oxidize("export", checkpoint, "-o", out, "--precision", "fp32", "--force", "--no-eval").code == 0
+    assert load_manifest(out).precision == "fp32"
+    assert _left(tmp_path) == ["out"]
+
+
+def test_a_folder_that_cannot_be_written(oxidize, checkpoint: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("mine")
+    result = oxidize("export", checkpoint, "-o", tmp_path / "file" / "out")
+    assert result.code == 1
+    last = result.err.splitlines()[-1]
+    assert re.match(r"error: (cannot write|the bundle needs)", last) and str(tmp_path / "file") in last
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+def test_a_full_disk(oxidize, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel's own answer, from /dev/full."""
+    from oxidize.export import store
+
+    if not Path("/dev/full").exists():
+        pytest.skip("this system has no /dev/full")
+    original = store.TensorStore.__init__
+
+    def init(self: Any, path: Path) -> None:
+        original(self, path)
+        self._stream.close()
+        self._stream = open("/dev/full", "wb", buffering=0)  # noqa: SIM115
+
+    monkeypatch.setattr(store.TensorStore, "__init__", init)
+    result = oxidize("export", checkpoint, "-o", tmp_path / "out")
+    assert result.code == 1
+    assert re.fullmatch(
+        r"error: the disk of .*/out is full; nothing was kept, free some space", result.err.splitlines()[-1]
+    )
+    assert not _left(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--precision", "int3"], ["'int3' is not one of 'fp32', 'fp16', 'int4'"]),
+        (["--profile", "fast"], ["'fast' is not one of"]),
+        (["--context", "0"], ["'--context'"]),
+        (["--head-bits", "5"], ["'5' is not one of"]),
+    ],
+)
+def test_wrong_options(oxidize, checkpoint: Path, tmp_path: Path, arguments: list[str], words: list[str]) -> None:
+    result = oxidize("export", checkpoint, "-o", tmp_path / "out", *arguments)
+    result.assert_error(2, *words, "see `oxidize export --help`")
