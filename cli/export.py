@@ -17,10 +17,14 @@ if TYPE_CHECKING:
 
 @click.command()
 @click.argument("source")
+@click.option("-o", "--out", required=True, type=click.Path(path_type=Path), help="The bundle folder to write.")
 @click.option(
-    "-o", "--out", required=True, type=click.Path(path_type=Path), help="The bundle folder to write."
+    "--precision",
+    type=click.Choice(["fp32", "fp16", "int4"]),
+    default="int4",
+    show_default=True,
+    help="How the weights are stored.",
 )
-@click.option("--precision", type=click.Choice(["fp32", "fp16", "int4"]), default="int4", show_default=True)
 @click.option(
     "--profile",
     "profiles",
@@ -43,9 +47,7 @@ if TYPE_CHECKING:
     help="Bits of embedding and head at int4.",
 )
 @click.option("--context", type=click.IntRange(1), help="Longest context to allow, if less than the model's.")
-@click.option(
-    "--draft-model", "drafts", multiple=True, metavar="SRC", help="A draft model to put into the bundle."
-)
+@click.option("--draft-model", "drafts", multiple=True, metavar="SRC", help="A draft model to put into the bundle.")
 @click.option("--revision", help="Branch, tag or commit of a hub id.")
 @click.option("--offline", is_flag=True, help="Never ask the hub; use its local cache.")
 @click.option("--force", is_flag=True, help="Replace a bundle that is already there.")

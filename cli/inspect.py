@@ -54,9 +54,7 @@ def _graph_lines(graph: "GraphEntry") -> list[str]:
     lines = [f"graph      {graph.file}: {kind}, opset {graph.opset}, ONNX Runtime >= {graph.minimum_ort}"]
     for way, specs in (("in", graph.contract.inputs), ("out", graph.contract.outputs)):
         shown = [
-            f"{spec.name} {spec.dtype}[{','.join(map(str, spec.shape))}]"
-            for spec in specs
-            if "." not in spec.name
+            f"{spec.name} {spec.dtype}[{','.join(map(str, spec.shape))}]" for spec in specs if "." not in spec.name
         ]
         caches = len(specs) - len(shown)
         lines.append(f"  {way:<4}     {'; '.join(shown)}{f'; {caches} caches' if caches else ''}")

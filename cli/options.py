@@ -16,15 +16,9 @@ _SPIN = click.Choice(["auto", "on", "off"])
 def runtime_options(function: Callable[..., Any]) -> Callable[..., Any]:
     """Where and how sessions run."""
     for option in (
-        click.option(
-            "--spin", type=_SPIN, default="auto", show_default=True, help="Whether idle threads spin."
-        ),
-        click.option(
-            "--threads", type=click.IntRange(0, 1024), default=0, help="CPU threads; 0: one per core."
-        ),
-        click.option(
-            "--provider", type=_PROVIDERS, default="auto", show_default=True, help="Execution provider."
-        ),
+        click.option("--spin", type=_SPIN, default="auto", show_default=True, help="Whether idle threads spin."),
+        click.option("--threads", type=click.IntRange(0, 1024), default=0, help="CPU threads; 0: one per core."),
+        click.option("--provider", type=_PROVIDERS, default="auto", show_default=True, help="Execution provider."),
     ):
         function = option(function)
     return function

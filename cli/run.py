@@ -37,14 +37,10 @@ DEFAULT_DRAFT_TOKENS = 15
     show_default=True,
     help="Longest answer, in tokens.",
 )
-@click.option(
-    "--temperature", type=float, default=0.0, show_default=True, help="0 takes the likeliest token."
-)
+@click.option("--temperature", type=float, default=0.0, show_default=True, help="0 takes the likeliest token.")
 @click.option("--top-k", type=int, default=0, help="Keep the k likeliest tokens; 0: all.")
 @click.option("--top-p", type=float, default=1.0, help="Keep the likeliest tokens that make up this much.")
-@click.option(
-    "--min-p", type=float, default=0.0, help="Drop tokens less likely than this share of the likeliest."
-)
+@click.option("--min-p", type=float, default=0.0, help="Drop tokens less likely than this share of the likeliest.")
 @click.option("--seed", type=int, default=0, show_default=True, help="Names the sampled text.")
 @click.option("--stop", "stops", multiple=True, help="End the answer before this text; may be repeated.")
 @click.option(
@@ -56,18 +52,12 @@ DEFAULT_DRAFT_TOKENS = 15
     show_default=True,
     help="At most this many draft tokens a round, or auto.",
 )
-@click.option(
-    "--strict", is_flag=True, help="Keep only the target's own tokens: same seed, same text, with any draft."
-)
-@click.option(
-    "--exact", is_flag=True, help="Passes of two rows or more only: bitwise the same with any draft and k."
-)
+@click.option("--strict", is_flag=True, help="Keep only the target's own tokens: same seed, same text, with any draft.")
+@click.option("--exact", is_flag=True, help="Passes of two rows or more only: bitwise the same with any draft and k.")
 @click.option("--no-spec", is_flag=True, help="Decode plainly, one token at a time.")
 @runtime_options
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON line with text, tokens and statistics.")
-def command(
-    bundle: Path, prompt_argument: str | None, prompt: str | None, as_json: bool, **options: Any
-) -> None:
+def command(bundle: Path, prompt_argument: str | None, prompt: str | None, as_json: bool, **options: Any) -> None:
     """Answer PROMPT from BUNDLE. The text goes to stdout, one line of statistics to stderr."""
     from oxidize.runtime.engine import Engine
 
@@ -105,9 +95,7 @@ def _read_stdin() -> str:
     try:
         return sys.stdin.buffer.read().decode("utf-8")
     except UnicodeDecodeError as error:
-        raise UsageError(
-            f"stdin is not UTF-8 text (byte {error.start}); convert it, e.g. with iconv"
-        ) from None
+        raise UsageError(f"stdin is not UTF-8 text (byte {error.start}); convert it, e.g. with iconv") from None
 
 
 def _config(options: dict[str, Any]) -> Any:
@@ -133,9 +121,7 @@ def _draft_tokens(value: str) -> int:
 def _params(options: dict[str, Any]) -> Any:
     from oxidize.runtime.sampling import SamplingParams
 
-    return SamplingParams(
-        options["temperature"], options["top_k"], options["top_p"], options["min_p"], options["seed"]
-    )
+    return SamplingParams(options["temperature"], options["top_k"], options["top_p"], options["min_p"], options["seed"])
 
 
 def _engine_options(options: dict[str, Any]) -> Any:

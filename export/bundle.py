@@ -73,9 +73,7 @@ def check_free(out: Path, force: bool) -> None:
     if listed is None:
         raise UsageError(f"{out} exists and is not a bundle; nothing was written, choose another -o")
     if not force:
-        raise UsageError(
-            f"{out} already holds a bundle; nothing was written, choose another -o or pass --force"
-        )
+        raise UsageError(f"{out} already holds a bundle; nothing was written, choose another -o or pass --force")
     for path in sorted(out.rglob("*")):
         name = path.relative_to(out).as_posix()
         if name not in listed and (path.is_symlink() or not path.is_dir()):
@@ -148,9 +146,7 @@ def _write(
         if vocab_sha256 not in (None, tokenizer.files.vocab_sha256):
             raise _other_vocabulary(checkpoint, tokenizer, vocab_sha256)
         facts = _facts(checkpoint.config, plan, tokenizer.token_count)
-        entries = tuple(
-            _write_draft(draft, folder, tokenizer.files.vocab_sha256, progress) for draft in drafts
-        )
+        entries = tuple(_write_draft(draft, folder, tokenizer.files.vocab_sha256, progress) for draft in drafts)
         graphs = build_graphs(checkpoint.config, checkpoint.weights, plan, folder, progress)
         _refuse_unread(checkpoint)
         provenance = Provenance(
@@ -175,9 +171,7 @@ def _write(
     return manifest
 
 
-def _write_draft(
-    draft: DraftSource, folder: Path, vocab_sha256: str, progress: Progress | None
-) -> DraftEntry:
+def _write_draft(draft: DraftSource, folder: Path, vocab_sha256: str, progress: Progress | None) -> DraftEntry:
     name = f"{DRAFTS_FOLDER}/{draft.name}"
     (folder / name).mkdir(parents=True)
     _write(draft.checkpoint, draft.plan, folder / name, (), progress, vocab_sha256)
@@ -235,9 +229,7 @@ def _hash_sources(checkpoint: Checkpoint) -> dict[str, str]:
 
 def _list_files(folder: Path) -> dict[str, FileEntry]:
     paths = sorted(path for path in folder.rglob("*") if path.is_file())
-    return {
-        path.relative_to(folder).as_posix(): FileEntry(path.stat().st_size, sha256_of(path)) for path in paths
-    }
+    return {path.relative_to(folder).as_posix(): FileEntry(path.stat().st_size, sha256_of(path)) for path in paths}
 
 
 @contextmanager

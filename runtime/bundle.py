@@ -34,8 +34,7 @@ def open_draft(bundle: Bundle, draft: DraftEntry) -> Bundle:
     for name, entry in inner.manifest.files.items():
         if bundle.manifest.files.get(f"{draft.folder}/{name}") != entry:
             raise BundleError(
-                f"{inner.folder / name} is not what the manifest of {bundle.folder} says; "
-                "export the bundle again"
+                f"{inner.folder / name} is not what the manifest of {bundle.folder} says; export the bundle again"
             )
     return inner
 

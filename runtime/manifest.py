@@ -160,8 +160,7 @@ def parse_manifest(raw: Any) -> Manifest:
     version = raw.get("schema_version") if isinstance(raw, Mapping) else None
     if version != SCHEMA_VERSION:
         raise BundleError(
-            f"manifest schema_version is {brief(version)}, this version reads {SCHEMA_VERSION}; "
-            "export the bundle again"
+            f"manifest schema_version is {brief(version)}, this version reads {SCHEMA_VERSION}; export the bundle again"
         )
     manifest = decode(Manifest, raw, "manifest")
     for name in (*manifest.files, *(draft.folder for draft in manifest.drafts)):
@@ -178,8 +177,7 @@ def check_relative(name: str) -> None:
     odd = path.is_absolute() or ".." in path.parts or str(path) != name or any(c in name for c in "\\:")
     if odd or not path.parts or not name.isprintable():
         raise BundleError(
-            f"manifest path {brief(name)} is not a plain path inside the bundle folder; "
-            "the bundle is not safe to load"
+            f"manifest path {brief(name)} is not a plain path inside the bundle folder; the bundle is not safe to load"
         )
 
 
@@ -213,8 +211,7 @@ def _check_listed(manifest: Manifest) -> None:
     for name, purpose in needed:
         if name is not None and name not in manifest.files:
             raise BundleError(
-                f"manifest names {brief(name)} for {brief(purpose)} but does not list its hash; "
-                "export the bundle again"
+                f"manifest names {brief(name)} for {brief(purpose)} but does not list its hash; export the bundle again"
             )
 
 
@@ -222,9 +219,7 @@ def _check_facts(facts: ModelFacts) -> None:
     for name in _COUNTS:
         value = getattr(facts, name)
         if not 1 <= value < 1 << 31:
-            raise BundleError(
-                f"manifest.model.{name} must be a positive number, not {value}; export the bundle again"
-            )
+            raise BundleError(f"manifest.model.{name} must be a positive number, not {value}; export the bundle again")
     if facts.token_count > facts.vocab_size:
         raise BundleError(
             f"manifest.model has {facts.token_count} tokens in a vocabulary of {facts.vocab_size}; "
@@ -261,9 +256,7 @@ def _expected_contract(manifest: Manifest, graph: GraphEntry) -> GraphContract |
     sliding = "attn_mask_sliding" in names
     if graph.role != "body" or len(names) < facts.layers or (sliding and facts.sliding_window is None):
         return None
-    shape = BodyShape(
-        facts.hidden_size, facts.layers, facts.kv_heads, facts.head_dim, dtype, manifest.taps, sliding
-    )
+    shape = BodyShape(facts.hidden_size, facts.layers, facts.kv_heads, facts.head_dim, dtype, manifest.taps, sliding)
     return body_contract(shape, graph.profile, graph.ragged)
 
 
@@ -282,11 +275,8 @@ def _check_files(folder: Path, manifest: Manifest) -> None:
         except (OSError, RuntimeError):  # RuntimeError: a link that points at itself
             raise BundleError(f"{path} is missing; export or copy the bundle again") from None
         if not inside or not stat.S_ISREG(status.st_mode):
-            raise BundleError(
-                f"{path} leaves the bundle folder, or is no plain file; the bundle is not safe to load"
-            )
+            raise BundleError(f"{path} leaves the bundle folder, or is no plain file; the bundle is not safe to load")
         if status.st_size != entry.size:
             raise BundleError(
-                f"{path} has {status.st_size} bytes, the manifest says {entry.size}; "
-                "export or copy the bundle again"
+                f"{path} has {status.st_size} bytes, the manifest says {entry.size}; export or copy the bundle again"
             )

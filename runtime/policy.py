@@ -76,13 +76,13 @@ class AcceptanceEstimate:
     bucket is a Beta estimate whose evidence decays, so it follows the text.
     """
 
-    _EDGES = (1, 2, 3, 4, 6, 8, 12, 20)
+    _EDGES = (1, 2, 3, 5, 7, 11, 15, 31)
     _PRIOR_WEIGHT = 2.0
     _DECAY = 0.97
 
     def __init__(self, prior: Callable[[int], float]) -> None:
         size = len(self._EDGES) + 1
-        self._prior = [prior(self._EDGES[index] if index < len(self._EDGES) else 32) for index in range(size)]
+        self._prior = [prior(edge) for edge in (*self._EDGES, self._EDGES[-1] + 1)]
         self._kept = [0.0] * size
         self._seen = [0.0] * size
 
@@ -127,7 +127,7 @@ class Policy:
         self.config, self.cost, self.free = config, cost, free
         self.state = State.PREFILL
         self.reason = ""
-        self._estimate = AcceptanceEstimate(_free_prior if free else lambda _: 0.7)
+        self._estimate = AcceptanceEstimate(_lookup_prior if free else lambda _: 0.7)
         self._recent: deque[tuple[int, int]] = deque(maxlen=_WINDOW_ROUNDS)
         self._draft_ms = 0.0  # per draft token
         self._probe_gap = _FIRST_PROBE
@@ -220,5 +220,6 @@ class Policy:
         self._enter(State.DONE, reason)
 
 
-def _free_prior(context: int) -> float:
-    return {1: 0.3, 2: 0.4, 3: 0.5, 4: 0.6, 6: 0.7, 8: 0.75, 12: 0.85}.get(context, 0.92)
+def _lookup_prior(context: int) -> float:
+    """Share of first tokens kept by match length, over twenty greedy and sampled SmolLM2 texts and source files."""
+    return {1: 0.18, 2: 0.41, 3: 0.48, 5: 0.60, 7: 0.75, 11: 0.83, 15: 0.89, 31: 0.90}.get(context, 0.98)

@@ -23,9 +23,7 @@ def read_json(path: Path) -> Any:
     if size > MAX_BYTES:
         raise BundleError(f"{path} has {size} bytes, more than {MAX_BYTES}; it is not a manifest of oxidize")
     try:
-        return json.loads(
-            path.read_text(encoding="utf-8"), parse_constant=_refuse, object_pairs_hook=_without_twins
-        )
+        return json.loads(path.read_text(encoding="utf-8"), parse_constant=_refuse, object_pairs_hook=_without_twins)
     except (ValueError, RecursionError) as error:
         raise BundleError(f"{path} is not valid JSON ({error}); export the bundle again") from None
 
@@ -64,9 +62,7 @@ def _decode_dataclass(kind: Any, value: Any, where: str) -> Any:
     hints = get_type_hints(kind)
     unknown = sorted(set(value) - set(hints))
     if unknown:
-        raise BundleError(
-            f"{where} has the unknown key {unknown[0]!r}; update oxidize or export the bundle again"
-        )
+        raise BundleError(f"{where} has the unknown key {unknown[0]!r}; update oxidize or export the bundle again")
     given = {}
     for item in fields(kind):
         if item.name in value:

@@ -136,10 +136,7 @@ def test_exporting_needs_neither_torch_nor_onnx_runtime(tmp_path: Path) -> None:
     from checkpoints import VARIANTS, write_hf_checkpoint
 
     source = write_hf_checkpoint(tmp_path / "source", VARIANTS["llama2"])
-    code = (
-        "from oxidize.cli.main import run\n"
-        "assert run(['export', sys.argv[1], '-o', sys.argv[2], '--no-eval']) == 0"
-    )
+    code = "from oxidize.cli.main import run\nassert run(['export', sys.argv[1], '-o', sys.argv[2], '--no-eval']) == 0"
     modules, _ = _loaded(code, source, tmp_path / "out")
     assert "oxidize.export.graph" in modules
     assert not _any_of(modules, ("torch", "transformers", "optimum", "onnxruntime"))

@@ -24,7 +24,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     source = tmp_path_factory.mktemp("source")
     for name in PARTS:
         shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("pyproject.toml", "README.md"):
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
     options = ["--no-deps", "--no-build-isolation", "--disable-pip-version-check", "-q", "-w", str(source)]
     command = [sys.executable, "-m", "pip", "wheel", str(source), *options]
@@ -54,6 +54,7 @@ def test_metadata(wheel: Path) -> None:
         (folder,) = {name.partition("/")[0] for name in archive.namelist() if ".dist-info/" in name}
         described = message_from_string(archive.read(f"{folder}/METADATA").decode())
         entry_points = archive.read(f"{folder}/entry_points.txt").decode()
+    assert described.get_all("License-File") == ["LICENSE"]
     assert (described["Name"], described["License-Expression"]) == ("oxidize-ort", "Apache-2.0")
     assert described["Requires-Python"] == ">=3.11"
     assert entry_points.split() == ["[console_scripts]", "oxidize", "=", "oxidize.cli.main:main"]

@@ -61,7 +61,8 @@ def child() -> Iterator[Child]:
     """child("python code", "run", bundle, ...) starts a process that runs the code, then the command line."""
     started: list[subprocess.Popen[str]] = []
 
-    def start(code: str, *arguments: object, env: dict[str, str] | None = None, **options: Any
+    def start(
+        code: str, *arguments: object, env: dict[str, str] | None = None, **options: Any
     ) -> "subprocess.Popen[str]":
         script = f"{code}\nfrom oxidize.cli.main import main\nmain()"
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "stdin": subprocess.DEVNULL}

@@ -41,9 +41,7 @@ def test_the_whole_story(oxidize, checkpoint: Path, tmp_path: Path) -> None:
     assert weights == sorted(set(weights)) and weights[-1] == 100
     assert all(re.fullmatch(r"weights \d+ %", line) for line in lines[2:-3])
     assert re.fullmatch(rf"wrote {re.escape(str(out))}: 0 MB in \d+\.\d s", lines[-3])
-    assert re.fullmatch(
-        r"perplexity [\d.]+, source [\d.]+ \([+-][\d.]+ %\), over 511 tokens", lines[-2]
-    )
+    assert re.fullmatch(r"perplexity [\d.]+, source [\d.]+ \([+-][\d.]+ %\), over 511 tokens", lines[-2])
     assert lines[-1] == f"next: oxidize run {out} 'Hello'"
     assert _left(tmp_path) == ["out"]
     assert load_manifest(out).precision == "int4"

@@ -182,9 +182,7 @@ def test_a_bundle_without_a_template_does_not_chat(oxidize, bundle) -> None:
 
 @pytest.mark.parametrize("missing", ["embed", "body", "head"])
 def test_a_bundle_that_lacks_a_graph(oxidize, bundle, missing: str) -> None:
-    bundle.edit(
-        lambda raw: raw.update(graphs=[graph for graph in raw["graphs"] if graph["role"] != missing])
-    )
+    bundle.edit(lambda raw: raw.update(graphs=[graph for graph in raw["graphs"] if graph["role"] != missing]))
     result = oxidize("run", bundle, "hello")
     assert result.code in (1, 4)
     result.assert_error(result.code, "has no graphs", "export it again")

@@ -123,12 +123,8 @@ def test_an_interrupt_before_the_first_token_stops_at_once(
     assert [line for line in rest if line] == ["interrupted"]
 
 
-@pytest.mark.parametrize(
-    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)]
-)
-def test_an_interrupted_export_leaves_nothing(
-    child, checkpoint: Path, tmp_path: Path, number: int, code: int
-) -> None:
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
+def test_an_interrupted_export_leaves_nothing(child, checkpoint: Path, tmp_path: Path, number: int, code: int) -> None:
     process = child(SLOW_WEIGHTS, "export", checkpoint, "-o", tmp_path / "out")
     _await_line(process, "tensor", 2)
     assert [path.name for path in tmp_path.iterdir()] == [f".out.partial-{process.pid}"]
@@ -138,9 +134,7 @@ def test_an_interrupted_export_leaves_nothing(
     assert not list(tmp_path.iterdir())
 
 
-def test_an_interrupted_replacement_keeps_the_old_bundle(
-    child, oxidize, checkpoint: Path, tmp_path: Path
-) -> None:
+def test_an_interrupted_replacement_keeps_the_old_bundle(child, oxidize, checkpoint: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     assert oxidize("export", checkpoint, "-o", out, "--no-eval").code == 0
     process = child(SLOW_WEIGHTS, "export", checkpoint, "-o", out, "--force", "--precision", "fp32")

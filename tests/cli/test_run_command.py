@@ -1,11 +1,13 @@
 """`oxidize run`: what goes to stdout, what to stderr, and what every wrong argument answers."""
 
+import importlib
 import io
 import json
 import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -68,9 +70,7 @@ def test_the_prompt_may_come_from_three_places(oxidize, tiny: Path, monkeypatch:
 
 def test_raw_and_chat_prompts_differ(oxidize, tiny: Path) -> None:
     def prompt_tokens(*arguments: object) -> int:
-        return json.loads(oxidize("run", tiny, "hello", "-n", 1, "--json", *arguments).out)["stats"][
-            "prompt_tokens"
-        ]
+        return json.loads(oxidize("run", tiny, "hello", "-n", 1, "--json", *arguments).out)["stats"]["prompt_tokens"]
 
     assert prompt_tokens("--raw") < prompt_tokens("--chat") == prompt_tokens()
 
@@ -188,16 +188,12 @@ def test_stdin_must_be_utf8(oxidize, tiny: Path, monkeypatch: pytest.MonkeyPatch
     oxidize("run", tiny).assert_error(2, "the prompt is empty")
 
 
-def test_without_a_prompt_it_does_not_wait_for_one(
-    oxidize, tiny: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_a_prompt_it_does_not_wait_for_one(oxidize, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdin", None)
     oxidize("run", tiny).assert_error(2, "no prompt: give one as an argument, with --prompt, or on stdin")
     _type_in(monkeypatch, b"never read")
     monkeypatch.setattr(sys.stdin, "isatty", lambda: True, raising=False)
     oxidize("run", tiny).assert_error(2, "no prompt")
-
-
 
 
 def test_a_draft_needs_the_targets_vocabulary(oxidize, tiny: Path, bundle) -> None:
@@ -218,9 +214,23 @@ def test_a_provider_that_is_not_there_is_named(oxidize, tiny: Path) -> None:
         )
 
 
-def test_without_onnx_runtime_the_install_line_is_shown(
+def test_an_interrupt_while_onnx_runtime_loads_is_an_interrupt(
     oxidize, tiny: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Extension modules turn a Ctrl-C during their import into an ImportError."""
+    original = importlib.import_module
+
+    def load(name: str, package: str | None = None) -> Any:
+        if name == "onnxruntime":
+            raise ImportError("initialization failed") from KeyboardInterrupt()
+        return original(name, package)
+
+    monkeypatch.setattr(importlib, "import_module", load)
+    result = oxidize("run", tiny, "hello")
+    assert (result.code, result.out, result.err) == (130, "", "interrupted\n")
+
+
+def test_without_onnx_runtime_the_install_line_is_shown(oxidize, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "onnxruntime", None)
     oxidize("run", tiny, "hello").assert_error(
         1, "ONNX Runtime is not installed", "`pip install 'oxidize-ort[cpu]'`", "`pip install 'oxidize-ort[gpu]'`"

@@ -215,9 +215,7 @@ def test_nothing_but_a_bundle_is_ever_replaced(bundle: Bundle, tmp_path: Path) -
         check_free(bundle.folder, force=True)
 
 
-@pytest.mark.parametrize(
-    "manifest", [None, b"", b"{}", b"[]", b"3", b'{"name": "my web app", "files": []}', b"\xff"]
-)
+@pytest.mark.parametrize("manifest", [None, b"", b"{}", b"[]", b"3", b'{"name": "my web app", "files": []}', b"\xff"])
 @pytest.mark.parametrize("force", [False, True])
 def test_a_folder_of_other_things_is_safe(tmp_path: Path, manifest: bytes | None, force: bool) -> None:
     (tmp_path / "precious").write_text("mine")

@@ -92,9 +92,7 @@ def _change(raw: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
         (*_graphs("ort"), *_graphs("std")),
         (
             *_graphs("ort"),
-            _entry(
-                body_contract(BodyShape(HIDDEN, LAYERS, 1, 4), "ort", ragged=True), "body.onnx", ragged=True
-            ),
+            _entry(body_contract(BodyShape(HIDDEN, LAYERS, 1, 4), "ort", ragged=True), "body.onnx", ragged=True),
         ),
     ],
 )
@@ -334,9 +332,7 @@ def _make_pipe(path: Path) -> None:
         (_make_pipe, "no plain file"),
     ],
 )
-def test_files_must_be_there_whole_and_inside(
-    tmp_path: Path, damage: Callable[[Path], None], message: str
-) -> None:
+def test_files_must_be_there_whole_and_inside(tmp_path: Path, damage: Callable[[Path], None], message: str) -> None:
     folder = tmp_path / "bundle"
     folder.mkdir()
     _write(folder)
