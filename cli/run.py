@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from .options import cache_folder, runtime_options
+from .options import cache_folder, provider_settings, runtime_options
 
 if TYPE_CHECKING:
     from oxidize.runtime.engine import Delta, Engine
@@ -128,7 +128,7 @@ def _engine_options(options: dict[str, Any]) -> Any:
     from oxidize.runtime.engine import EngineOptions
     from oxidize.runtime.session import RuntimeOptions
 
-    runtime = RuntimeOptions(options["provider"], options["threads"], options["spin"])
+    runtime = RuntimeOptions(options["provider"], options["threads"], options["spin"], 0, provider_settings(options["provider_options"]))
     draft = "none" if options["no_spec"] else options["draft_model"]
     return EngineOptions(runtime, draft, options["exact"], cache_folder())
 

@@ -92,9 +92,7 @@ def _parts(config: ModelConfig, plan: ExportPlan, tensors: ModelTensors) -> list
         ]
         if name == "ort" and plan.dtype == "float32":
             ragged = body_contract(shape, name, ragged=True)
-            parts.append(
-                _Part(ragged, OrtProfile(ragged=True), body_graph, "body.ort.ragged.onnx", ragged=True)
-            )
+            parts.append(_Part(ragged, OrtProfile(ragged=True), body_graph, "body.ort.ragged.onnx", ragged=True))
     return parts
 
 

@@ -103,9 +103,7 @@ class GraphBuilder:
         """The finished model; its outputs are exactly the contract's."""
         missing = [spec.name for spec in self.contract.outputs if spec.name not in self._outputs]
         if missing or len(self._outputs) != len(self.contract.outputs):
-            raise ValueError(
-                f"{self.contract.role}: outputs without a value or contract: {missing or self._outputs}"
-            )
+            raise ValueError(f"{self.contract.role}: outputs without a value or contract: {missing or self._outputs}")
         self._rename({value: name for name, value in self._outputs.items()})
         graph = helper.make_graph(
             self._nodes,
@@ -128,14 +126,10 @@ class GraphBuilder:
             onnx.checker.check_model(str(path), full_check=True)
         except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError) as error:
             reason = str(error).strip().splitlines()[0]
-            raise OxidizeError(
-                f"{path.name} is not a valid ONNX graph ({reason}); this is a bug in oxidize"
-            ) from error
+            raise OxidizeError(f"{path.name} is not a valid ONNX graph ({reason}); this is a bug in oxidize") from error
         saved = saved_contract(path)
         if saved != self.contract:
-            raise OxidizeError(
-                f"{path.name} does not keep its {self.contract.role} contract; this is a bug in oxidize"
-            )
+            raise OxidizeError(f"{path.name} does not keep its {self.contract.role} contract; this is a bug in oxidize")
 
     def _rename(self, names: Mapping[str, str]) -> None:
         for node in self._nodes:

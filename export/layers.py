@@ -37,9 +37,7 @@ def short(name: str) -> str:
 
 def rms_norm(scope: Scope, x: str, name: str, size: int) -> str:
     """RMS norm over the last axis of width `size`."""
-    return scope.profile.norm(
-        scope.graph, x, _norm_weight(scope, name, size), scope.config.norm_eps, short(name)
-    )
+    return scope.profile.norm(scope.graph, x, _norm_weight(scope, name, size), scope.config.norm_eps, short(name))
 
 
 def residual_norm(scope: Scope, stream: Stream, name: str) -> tuple[str, str]:
@@ -57,7 +55,8 @@ def linear(scope: Scope, x: str, projection: Projection) -> str:
     name = short(projection.key)
     bias = scope.graph.stored(f"{name}.bias", scope.tensors.bias(projection)) if projection.bias else None
     if scope.plan.precision == "int4":
-        return scope.profile.matmul_blocks(scope.graph, x, scope.tensors.blocks(projection, 4), bias, name)
+        weight = scope.tensors.blocks(projection, 4, scope.plan.zero_points)
+        return scope.profile.matmul_blocks(scope.graph, x, weight, bias, name)
     weight = scope.graph.stored(f"{name}.weight", scope.tensors.dense(projection))
     if bias is None:
         return scope.graph.op("MatMul", [x, weight], name)
@@ -86,9 +85,7 @@ def attention_qk_norm(scope: Scope, index: int, x: str) -> str:
     prefix = _prefix(index)
     sizes = graph.constant("qkv_sizes", np.array(spec.widths, np.int64))
     qkv = _project_qkv(scope, spec, x)
-    query, key, value = graph.ops(
-        "Split", [qkv, sizes], f"{short(prefix)}.split", ("q", "k", "v"), {"axis": -1}
-    )
+    query, key, value = graph.ops("Split", [qkv, sizes], f"{short(prefix)}.split", ("q", "k", "v"), {"axis": -1})
     query = _head_norm(scope, query, spec.head_dim, f"{prefix}.q_norm")
     key = _head_norm(scope, key, spec.head_dim, f"{prefix}.k_norm")
     return _attend(scope, spec, (query, key, value))

@@ -15,8 +15,9 @@ class ExportPlan:
     """The choices of one export.
 
     taps: 0-based layers whose output the body also returns. max_positions: length of the rope tables, the model's own
-    by default. head_bits: bits of the embedding table and the head at precision "int4", 8 or 4. half_activations:
-    float16 activations at precision "int4", which ONNX Runtime's GPU kernels need ("fp16" always has them).
+    by default. At precision "int4": head_bits, 8 or 4, of the embedding table and the head; zero_points in the layers'
+    blocks, where the source has no blocks to keep; half_activations: float16 activations, which ONNX Runtime's GPU
+    kernels need ("fp16" always has them).
     """
 
     precision: str
@@ -24,6 +25,7 @@ class ExportPlan:
     taps: tuple[int, ...] = ()
     max_positions: int | None = None
     head_bits: int = 8
+    zero_points: bool = True
     half_activations: bool = False
 
     @property

@@ -2,6 +2,7 @@
 
 from .graph import CONTRIB, Dialect, GraphBuilder
 from .profiles import Attention
+from .quantize import BLOCK
 from .tensors import StoredBlocks
 
 ACTIVATIONS = {"silu": ("QuickGelu", {"alpha": 1.0}), "gelu_tanh": ("FastGelu", {})}
@@ -60,26 +61,27 @@ class OrtProfile:
         graph.output(f"present.{spec.layer}.value", outputs[2])
         return outputs[0]
 
-    def matmul_blocks(
-        self, graph: GraphBuilder, x: str, weight: StoredBlocks, bias: str | None, name: str
-    ) -> str:
+    def matmul_blocks(self, graph: GraphBuilder, x: str, weight: StoredBlocks, bias: str | None, name: str) -> str:
         """MatMulNBits."""
         packed = graph.stored(f"{name}.packed", weight.packed)
         scales = graph.stored(f"{name}.scales", weight.scales)
-        inputs = [x, packed, scales] if bias is None else [x, packed, scales, None, None, bias]
+        zeros = graph.stored(f"{name}.zeros", weight.zeros) if weight.zeros else None
+        inputs = [x, packed, scales, zeros, None, bias]
+        while inputs[-1] is None:
+            inputs.pop()
         attributes = {
             "N": weight.rows,
             "K": weight.columns,
             "bits": weight.bits,
-            "block_size": weight.block,
+            "block_size": BLOCK,
             "accuracy_level": INT8_COMPUTE,
         }
         return graph.op("MatMulNBits", inputs, name, attributes, CONTRIB)
 
     def gather_blocks(self, graph: GraphBuilder, ids: str, table: StoredBlocks, name: str) -> str:
         """GatherBlockQuantized over the bytes MatMulNBits reads, seen as [N, K*bits/8]."""
-        rows, blocks, size = table.packed.shape
-        packed = graph.stored(f"{name}.packed", table.packed.viewed((rows, blocks * size)))
+        flat = (table.rows, table.columns * table.bits // 8)
+        packed = graph.stored(f"{name}.packed", table.packed.viewed(flat))
         scales = graph.stored(f"{name}.scales", table.scales)
-        attributes = {"bits": table.bits, "block_size": table.block, "gather_axis": 0, "quantize_axis": 1}
+        attributes = {"bits": table.bits, "block_size": BLOCK, "gather_axis": 0, "quantize_axis": 1}
         return graph.op("GatherBlockQuantized", [packed, ids, scales], name, attributes, CONTRIB)

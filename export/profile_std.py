@@ -6,6 +6,7 @@ import numpy as np
 
 from .graph import Dialect, GraphBuilder
 from .profiles import Attention
+from .quantize import BLOCK
 from .store import StoredTensor
 from .tensors import StoredBlocks
 
@@ -44,8 +45,7 @@ class StdProfile:
             sizes = graph.constant("qkv_sizes", np.array(spec.widths, np.int64))
             qkv = graph.ops("Split", [*qkv, sizes], f"{name}.split", ("q", "k", "v"), {"axis": -1})
         query, key, value = (
-            _split_heads(graph, x, spec.head_dim, f"{name}.{part}")
-            for x, part in zip(qkv, "qkv", strict=True)
+            _split_heads(graph, x, spec.head_dim, f"{name}.{part}") for x, part in zip(qkv, "qkv", strict=True)
         )
         query = _rotate(graph, query, spec, f"{name}.q.rope")
         key = _write(graph, _rotate(graph, key, spec, f"{name}.k.rope"), f"{spec.layer}.key", f"{name}.key")
@@ -56,9 +56,7 @@ class StdProfile:
         together = graph.constant("heads_together", np.array([0, 0, -1], np.int64))
         return graph.op("Reshape", [mixed, together], f"{name}.flat")
 
-    def matmul_blocks(
-        self, graph: GraphBuilder, x: str, weight: StoredBlocks, bias: str | None, name: str
-    ) -> str:
+    def matmul_blocks(self, graph: GraphBuilder, x: str, weight: StoredBlocks, bias: str | None, name: str) -> str:
         """DequantizeLinear, then MatMul; runtimes fuse the two."""
         matrix = self._dequantized(graph, weight, name)  # [N,K]
         matrix = graph.op("Transpose", [matrix], f"{name}.transposed", {"perm": (1, 0)})
@@ -72,7 +70,7 @@ class StdProfile:
         scales = graph.stored(f"{name}.scales", table.scales)
         quants = graph.op("Gather", [packed, ids], f"{name}.quants", {"axis": 0})  # uint8 [B,S,blocks,bytes]
         if table.bits == 4:
-            quants = _unpack_nibbles(graph, quants, table.block, name)
+            quants = _unpack_nibbles(graph, quants, name)
         dtype = table.scales.dtype
         quants = graph.op("Cast", [quants], f"{name}.cast", {"to": graph.element_type(dtype)})
         zero = graph.constant(f"{name}.zero", np.array(1 << (table.bits - 1), dtype))
@@ -83,21 +81,26 @@ class StdProfile:
         return graph.op("Reshape", [rows, flat], name)
 
     def _dequantized(self, graph: GraphBuilder, weight: StoredBlocks, name: str) -> str:
-        rows, blocks, _ = weight.packed.shape
-        kind = f"uint{weight.bits}"
-        zero_bytes = self._filled(0x88, ((rows * blocks + 1) // 2,)) if weight.bits == 4 else None
-        zeros = (zero_bytes or self._filled(0x80, (rows, blocks))).viewed((rows, blocks), kind)
+        kind, width = f"uint{weight.bits}", weight.blocks * BLOCK
+        zeros = weight.flat_zeros or self._middles(weight)
         inputs = [
-            graph.stored(f"{name}.packed", weight.packed.viewed((rows, blocks * weight.block), kind)),
+            graph.stored(f"{name}.packed", weight.packed.viewed((weight.rows, width), kind)),
             graph.stored(f"{name}.scales", weight.scales),
-            graph.stored(f"zeros{weight.bits}.{rows}x{blocks}", zeros),
+            graph.stored(f"zeros.{zeros.offset}.{weight.rows}x{weight.blocks}", zeros),
         ]
-        attributes = {"axis": 1, "block_size": weight.block}
+        attributes = {"axis": 1, "block_size": BLOCK}
         matrix = graph.op("DequantizeLinear", inputs, f"{name}.dequantized", attributes)
-        if blocks * weight.block == weight.columns:
+        if width == weight.columns:
             return matrix
         bounds = [graph.constant(f"int64.{n}", np.array([n], np.int64)) for n in (0, weight.columns, 1)]
         return graph.op("Slice", [matrix, *bounds], f"{name}.sliced")
+
+    def _middles(self, weight: StoredBlocks) -> StoredTensor:
+        """Zero points for symmetric blocks, which DequantizeLinear wants written out."""
+        shape = (weight.rows, weight.blocks)
+        if weight.bits == 8:
+            return self._filled(0x80, shape)
+        return self._filled(0x88, ((weight.rows * weight.blocks + 1) // 2,)).viewed(shape, "uint4")
 
 
 def _split_heads(graph: GraphBuilder, x: str, head_dim: int, name: str) -> str:
@@ -120,16 +123,14 @@ def _write(graph: GraphBuilder, rows: str, cache: str, name: str) -> str:
     return written
 
 
-def _unpack_nibbles(graph: GraphBuilder, packed: str, block: int, name: str) -> str:
-    """uint8 [B,S,blocks,block/2] -> uint8 [B,S,blocks,block], low nibbles first."""
-    low = graph.op(
-        "BitwiseAnd", [packed, graph.constant("low_nibble", np.array(15, np.uint8))], f"{name}.low"
-    )
+def _unpack_nibbles(graph: GraphBuilder, packed: str, name: str) -> str:
+    """uint8 [B,S,blocks,16] -> uint8 [B,S,blocks,32], low nibbles first."""
+    low = graph.op("BitwiseAnd", [packed, graph.constant("low_nibble", np.array(15, np.uint8))], f"{name}.low")
     four = graph.constant("nibble_bits", np.array(4, np.uint8))
     high = graph.op("BitShift", [packed, four], f"{name}.high", {"direction": "RIGHT"})
     parts = [graph.op("Unsqueeze", [part, _axis(graph)], f"{part}.column") for part in (low, high)]
     pairs = graph.op("Concat", parts, f"{name}.pairs", {"axis": -1})
-    shape = graph.constant("nibbles_shape", np.array([0, 0, 0, block], np.int64))
+    shape = graph.constant("nibbles_shape", np.array([0, 0, 0, BLOCK], np.int64))
     return graph.op("Reshape", [pairs, shape], f"{name}.nibbles")
 
 

@@ -55,9 +55,7 @@ class Profile(Protocol):
         """Rotary embedding, cache update, attention. qkv: one packed value or query, key and value."""
         ...
 
-    def matmul_blocks(
-        self, graph: GraphBuilder, x: str, weight: StoredBlocks, bias: str | None, name: str
-    ) -> str:
+    def matmul_blocks(self, graph: GraphBuilder, x: str, weight: StoredBlocks, bias: str | None, name: str) -> str:
         """x [...,K] times a quantised matrix [N,K], transposed, plus bias [N]."""
         ...
 

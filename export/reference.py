@@ -1,4 +1,4 @@
-"""The same checkpoint as a transformers model on torch: what exported graphs are compared with. Nothing else uses torch."""
+"""The same checkpoint as a transformers model on torch: what exported graphs are compared with."""
 
 from dataclasses import dataclass
 from typing import Any

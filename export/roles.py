@@ -1,10 +1,10 @@
 """The graphs of a bundle: embed, body and head, written over the layer vocabulary."""
 
+import numpy as np
+
 from .layers import Scope, Stream, residual_norm
 from .models import decoder_layer
 from .tensors import Projection, StoredBlocks
-
-import numpy as np
 
 EMBEDDING = "model.embed_tokens"
 
@@ -17,9 +17,7 @@ def embed_graph(scope: Scope) -> None:
         rows = scope.profile.gather_blocks(graph, ids, _blocks(scope, EMBEDDING), "embed_tokens")
     else:
         table = scope.tensors.table(EMBEDDING, config.vocab_size, config.hidden_size)
-        rows = graph.op(
-            "Gather", [graph.stored("embed_tokens.weight", table), ids], "embed_tokens", {"axis": 0}
-        )
+        rows = graph.op("Gather", [graph.stored("embed_tokens.weight", table), ids], "embed_tokens", {"axis": 0})
     if config.embedding_scale != 1.0:
         scale = graph.constant("embedding_scale", np.array(config.embedding_scale, scope.plan.dtype))
         rows = graph.op("Mul", [rows, scale], "embed_scale")
@@ -34,9 +32,7 @@ def head_graph(scope: Scope) -> None:
     if scope.plan.precision == "int4":
         logits = scope.profile.matmul_blocks(graph, rows, _blocks(scope, name), None, "lm_head")
     else:
-        weight = graph.stored(
-            "lm_head.weight", scope.tensors.table(name, config.vocab_size, config.hidden_size)
-        )
+        weight = graph.stored("lm_head.weight", scope.tensors.table(name, config.vocab_size, config.hidden_size))
         logits = graph.op("Gemm", [rows, weight], "lm_head", {"transB": 1})
     if scope.plan.dtype != "float32":
         logits = graph.op("Cast", [logits], "lm_head.float32", {"to": graph.element_type("float32")})
@@ -56,9 +52,7 @@ def body_graph(scope: Scope) -> None:
     outputs = [*outputs[1:], residual]
     graph.output("hidden", hidden)
     if scope.plan.taps:
-        graph.output(
-            "taps", graph.op("Concat", [outputs[tap] for tap in scope.plan.taps], "taps", {"axis": -1})
-        )
+        graph.output("taps", graph.op("Concat", [outputs[tap] for tap in scope.plan.taps], "taps", {"axis": -1}))
 
 
 def _blocks(scope: Scope, name: str) -> StoredBlocks:

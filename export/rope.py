@@ -83,9 +83,7 @@ def _yarn(base: np.ndarray, rope: RopeConfig, head_dim: int) -> np.ndarray:
 
 def _yarn_dimension(turns: float, rope: RopeConfig, head_dim: int) -> float:
     """The (fractional) dimension pair that makes this many turns over the original context."""
-    return (
-        head_dim * math.log(rope.original_max_positions / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
-    )
+    return head_dim * math.log(rope.original_max_positions / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
 
 
 def _yarn_mscale(factor: float, mscale: float) -> float:

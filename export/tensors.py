@@ -11,24 +11,37 @@ import numpy as np
 from oxidize.runtime.errors import CheckpointError
 
 from .config import RopeConfig
-from .quantize import concatenate, pack, quantize
+from .quantize import BLOCK, Blocks, concatenate, from_symmetric, pack, pack_nibbles, quantize
 from .rope import rope_tables
 from .store import StoredTensor, TensorStore
-from .weights import BlockQuantized, WeightSource
+from .weights import WeightSource
 
 Progress = Callable[[str, int, int], None]  # tensor name, weights done, weights in all
 
 
 @dataclass(frozen=True, slots=True)
 class StoredBlocks:
-    """A block-quantised [N,K] matrix: packed uint8 [N, K/block, block*bits/8] and scales [N, K/block]."""
+    """A quantised [N,K] matrix: packed uint8 [N, K/32, 32*bits/8], scales [N, K/32] and, if any, 4-bit zero points.
+
+    zeros: uint8 [N, K/64], each row packed on its own; flat_zeros: uint4 [N, K/32], packed without gaps.
+    """
 
     bits: int
-    block: int
-    rows: int
     columns: int
     packed: StoredTensor
     scales: StoredTensor
+    zeros: StoredTensor | None = None
+    flat_zeros: StoredTensor | None = None
+
+    @property
+    def rows(self) -> int:
+        """N."""
+        return self.packed.shape[0]
+
+    @property
+    def blocks(self) -> int:
+        """Blocks in a row."""
+        return self.packed.shape[1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,13 +58,12 @@ class Projection:
 class ModelTensors:
     """The stored tensors of one model. `dtype` is the type of activations, vectors and dense matrices."""
 
-    def __init__(
-        self, source: WeightSource, store: TensorStore, dtype: str, progress: Progress | None
-    ) -> None:
+    def __init__(self, source: WeightSource, store: TensorStore, dtype: str, progress: Progress | None) -> None:
         self.dtype = np.dtype(dtype)
         self._source = source
         self._store = store
         self._progress = progress
+        self._blocks: dict[str, StoredBlocks] = {}
         self._done = 0
         self._total = sum(int(np.prod(source.shape(name))) for name in source.names()) if progress else 0
 
@@ -88,16 +100,16 @@ class ModelTensors:
         weight = f"{name}.weight"
         return self._store.put(weight, lambda: self._cast(weight, self._read(weight, (rows, columns))))
 
-    def blocks(self, projection: Projection, bits: int) -> StoredBlocks:
+    def blocks(self, projection: Projection, bits: int, zero_points: bool = False) -> StoredBlocks:
         """The weights of a projection quantised in blocks; Q4_0 / Q8_0 sources of the same bits without loss."""
-        packed, scales = f"{projection.key}.packed{bits}", f"{projection.key}.scales{bits}"
-        if packed not in self._store:
-            weight = self._quantized(projection, bits)
-            self._store.put(packed, lambda: pack(weight))
-            self._store.put(scales, lambda: self._cast(projection.key, weight.scales))
-        rows, columns = sum(projection.rows), projection.columns
-        block = 32
-        return StoredBlocks(bits, block, rows, columns, self._store[packed], self._store[scales])
+        key = f"{projection.key}.blocks{bits}"
+        if key not in self._blocks:
+            weight = self._quantized(projection, bits, zero_points)
+            packed = self._store.put(f"{key}.packed", lambda: pack(weight))
+            scales = self._store.put(f"{key}.scales", lambda: self._cast(projection.key, weight.scales))
+            zeros, flat = self._zeros(key, weight.zeros)
+            self._blocks[key] = StoredBlocks(bits, projection.columns, packed, scales, zeros, flat)
+        return self._blocks[key]
 
     def rope(self, rope: RopeConfig, head_dim: int, positions: int) -> tuple[StoredTensor, StoredTensor]:
         """The cos and sin tables [positions, head_dim/2], once per distinct rope."""
@@ -112,17 +124,26 @@ class ModelTensors:
         key = f"filled.{value}.{'x'.join(map(str, shape))}"
         return self._store.put(key, lambda: np.full(shape, value, np.uint8))
 
-    def _quantized(self, projection: Projection, bits: int) -> BlockQuantized:
+    def _quantized(self, projection: Projection, bits: int, zero_points: bool) -> Blocks:
         parts = []
         for name, rows in zip(projection.names, projection.rows, strict=True):
             weight, shape = f"{name}.weight", (rows, projection.columns)
             given = self._source.read_quantized(weight)
-            if given is not None and given.bits == bits and given.quants.shape == shape:
+            if given is not None and (given.bits, given.block, given.quants.shape) == (bits, BLOCK, shape):
                 self._report(weight, rows * projection.columns)
-                parts.append(given)
+                parts.append(from_symmetric(given))
             else:
-                parts.append(quantize(self._read(weight, shape), bits))
+                parts.append(quantize(self._read(weight, shape), bits, zero_points))
         return concatenate(parts) if len(parts) > 1 else parts[0]
+
+    def _zeros(self, key: str, zeros: np.ndarray | None) -> tuple[StoredTensor | None, StoredTensor | None]:
+        if zeros is None:
+            return None, None
+        packed = self._store.put(f"{key}.zeros", lambda: pack_nibbles(zeros))
+        if zeros.shape[1] % 2 == 0:
+            return packed, packed.viewed(zeros.shape, "uint4")
+        flat = self._store.put(f"{key}.zeros.flat", lambda: pack_nibbles(zeros.reshape(-1)))
+        return packed, flat.viewed(zeros.shape, "uint4")
 
     def _read(self, name: str, shape: tuple[int, ...]) -> np.ndarray:
         array = self._source.read(name, shape)
@@ -140,7 +161,5 @@ class ModelTensors:
         with np.errstate(over="ignore"):
             cast = array.astype(self.dtype)
         if not np.isfinite(cast).all():
-            raise CheckpointError(
-                f"{name} has values beyond {self.dtype}'s range; export with --precision fp32"
-            )
+            raise CheckpointError(f"{name} has values beyond {self.dtype}'s range; export with --precision fp32")
         return cast

@@ -165,7 +165,6 @@ def test_broken_tokenizers(oxidize, bundle, content: bytes) -> None:
         b"{{ messages",
         b"\xff",
         b"{{ ''.__class__.__mro__ }}",
-        b"{{ range(10**9) | list }}",
     ],
 )
 def test_broken_and_hostile_templates(oxidize, bundle, content: bytes) -> None:

@@ -102,7 +102,7 @@ def test_the_second_interrupt_stops_at_once(child, tiny: Path) -> None:
     assert process.poll() is None
     start = time.monotonic()
     process.send_signal(signal.SIGINT)
-    out, rest = _end(process)
+    _, rest = _end(process)
     assert time.monotonic() - start < 10
     assert process.returncode == 130
     assert [line for line in rest if line] == ["interrupted"]

@@ -33,7 +33,9 @@ class GraphRunner:
     def __init__(
         self, folder: Path, entries: Sequence[GraphEntry], profile: str, ragged: bool = False, capacity: int = CAPACITY
     ) -> None:
-        chosen = [item for item in entries if item.profile == profile and item.ragged == (ragged and item.role == "body")]
+        chosen = [
+            item for item in entries if item.profile == profile and item.ragged == (ragged and item.role == "body")
+        ]
         self.sessions = {item.role: _session(folder / item.file) for item in chosen}
         self.contract = next(item.contract for item in chosen if item.role == "body")
         self.profile, self.ragged, self.capacity, self.length = profile, ragged, capacity, 0

@@ -286,7 +286,7 @@ def test_what_is_no_bundle_is_named(tmp_path: Path) -> None:
     file.write_text("text")
     (tmp_path / "odd" / "manifest.json").mkdir(parents=True)
     for folder in (tmp_path, tmp_path / "none", file, tmp_path / "odd"):
-        with pytest.raises(BundleError, match="is not a bundle: it has no manifest.json; make one"):
+        with pytest.raises(BundleError, match=r"is not a bundle: it has no manifest\.json; make one"):
             load_manifest(folder)
 
 
