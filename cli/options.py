@@ -17,7 +17,11 @@ def runtime_options(function: Callable[..., Any]) -> Callable[..., Any]:
     """Where and how sessions run."""
     for option in (
         click.option(
-            "--provider-option", "provider_options", multiple=True, metavar="KEY=VALUE", help="Passed on to ONNX Runtime."
+            "--provider-option",
+            "provider_options",
+            multiple=True,
+            metavar="KEY=VALUE",
+            help="Passed on to ONNX Runtime.",
         ),
         click.option("--spin", type=_SPIN, default="auto", show_default=True, help="Whether idle threads spin."),
         click.option("--threads", type=click.IntRange(0, 1024), default=0, help="CPU threads; 0: one per core."),

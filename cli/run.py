@@ -128,7 +128,8 @@ def _engine_options(options: dict[str, Any]) -> Any:
     from oxidize.runtime.engine import EngineOptions
     from oxidize.runtime.session import RuntimeOptions
 
-    runtime = RuntimeOptions(options["provider"], options["threads"], options["spin"], 0, provider_settings(options["provider_options"]))
+    settings = provider_settings(options["provider_options"])
+    runtime = RuntimeOptions(options["provider"], options["threads"], options["spin"], 0, settings)
     draft = "none" if options["no_spec"] else options["draft_model"]
     return EngineOptions(runtime, draft, options["exact"], cache_folder())
 

@@ -55,8 +55,9 @@ def linear(scope: Scope, x: str, projection: Projection) -> str:
     name = short(projection.key)
     bias = scope.graph.stored(f"{name}.bias", scope.tensors.bias(projection)) if projection.bias else None
     if scope.plan.precision == "int4":
-        weight = scope.tensors.blocks(projection, 4, scope.plan.zero_points)
-        return scope.profile.matmul_blocks(scope.graph, x, weight, bias, name)
+        bits = 8 if projection.part in scope.plan.wide_parts(scope.config) else 4
+        blocks = scope.tensors.blocks(projection, bits, scope.plan.zero_points)
+        return scope.profile.matmul_blocks(scope.graph, x, blocks, bias, name)
     weight = scope.graph.stored(f"{name}.weight", scope.tensors.dense(projection))
     if bias is None:
         return scope.graph.op("MatMul", [x, weight], name)
@@ -66,10 +67,10 @@ def linear(scope: Scope, x: str, projection: Projection) -> str:
 def gated_mlp(scope: Scope, x: str, prefix: str) -> str:
     """down(activation(gate(x)) * up(x))."""
     config, graph = scope.config, scope.graph
-    gate, up = (linear(scope, x, _mlp_projection(config, prefix, part)) for part in ("gate_proj", "up_proj"))
+    gate, up = (linear(scope, x, _mlp_projection(config, prefix, part)) for part in ("gate", "up"))
     active = scope.profile.activation(graph, gate, config.activation, f"{short(prefix)}.act")
     product = graph.op("Mul", [active, up], f"{short(prefix)}.mul")
-    return linear(scope, product, _mlp_projection(config, prefix, "down_proj"))
+    return linear(scope, product, _mlp_projection(config, prefix, "down"))
 
 
 def attention(scope: Scope, index: int, x: str) -> str:
@@ -102,10 +103,10 @@ def _norm_weight(scope: Scope, name: str, size: int) -> str:
 
 def _mlp_projection(config: ModelConfig, prefix: str, part: str) -> Projection:
     rows, columns = config.intermediate_size, config.hidden_size
-    if part == "down_proj":
+    if part == "down":
         rows, columns = columns, rows
-    name = f"{prefix}.{part}"
-    return Projection(name, (name,), (rows,), columns, config.mlp_bias)
+    name = f"{prefix}.{part}_proj"
+    return Projection(part, name, (name,), (rows,), columns, config.mlp_bias)
 
 
 def _attention_spec(scope: Scope, index: int) -> Attention:
@@ -132,7 +133,7 @@ def _project_qkv(scope: Scope, spec: Attention, x: str) -> str:
     return linear(
         scope,
         x,
-        Projection(f"{prefix}.qkv_proj", names, spec.widths, config.hidden_size, config.attention_bias),
+        Projection("qkv", f"{prefix}.qkv_proj", names, spec.widths, config.hidden_size, config.attention_bias),
     )
 
 
@@ -150,4 +151,4 @@ def _attend(scope: Scope, spec: Attention, qkv: tuple[str, ...]) -> str:
     prefix = _prefix(spec.layer)
     mixed = scope.profile.attend(scope.graph, qkv, spec, short(prefix))
     name, width = f"{prefix}.o_proj", spec.widths[0]
-    return linear(scope, mixed, Projection(name, (name,), (config.hidden_size,), width, config.output_bias))
+    return linear(scope, mixed, Projection("o", name, (name,), (config.hidden_size,), width, config.output_bias))

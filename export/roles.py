@@ -57,5 +57,5 @@ def body_graph(scope: Scope) -> None:
 
 def _blocks(scope: Scope, name: str) -> StoredBlocks:
     config = scope.config
-    projection = Projection(name, (name,), (config.vocab_size,), config.hidden_size)
+    projection = Projection("table", name, (name,), (config.vocab_size,), config.hidden_size)
     return scope.tensors.blocks(projection, scope.plan.head_bits)

@@ -46,8 +46,12 @@ class StoredBlocks:
 
 @dataclass(frozen=True, slots=True)
 class Projection:
-    """Linear maps of one input, stacked: weights [rows[i], columns] by name, without the ".weight"."""
+    """Linear maps of one input, stacked: weights [rows[i], columns] by name, without the ".weight".
 
+    part: which matrix of a layer it is ("qkv", "o", "gate", "up", "down"), or "table".
+    """
+
+    part: str
     key: str
     names: tuple[str, ...]
     rows: tuple[int, ...]
@@ -101,15 +105,19 @@ class ModelTensors:
         return self._store.put(weight, lambda: self._cast(weight, self._read(weight, (rows, columns))))
 
     def blocks(self, projection: Projection, bits: int, zero_points: bool = False) -> StoredBlocks:
-        """The weights of a projection quantised in blocks; Q4_0 / Q8_0 sources of the same bits without loss."""
-        key = f"{projection.key}.blocks{bits}"
-        if key not in self._blocks:
+        """The weights of a projection quantised in blocks of `bits`.
+
+        Blocks of Q4_0 and Q8_0 sources are kept without loss where they have so many bits, or fewer.
+        """
+        if projection.key not in self._blocks:
             weight = self._quantized(projection, bits, zero_points)
+            key = f"{projection.key}.blocks"
             packed = self._store.put(f"{key}.packed", lambda: pack(weight))
             scales = self._store.put(f"{key}.scales", lambda: self._cast(projection.key, weight.scales))
             zeros, flat = self._zeros(key, weight.zeros)
-            self._blocks[key] = StoredBlocks(bits, projection.columns, packed, scales, zeros, flat)
-        return self._blocks[key]
+            stored = StoredBlocks(weight.bits, projection.columns, packed, scales, zeros, flat)
+            self._blocks[projection.key] = stored
+        return self._blocks[projection.key]
 
     def rope(self, rope: RopeConfig, head_dim: int, positions: int) -> tuple[StoredTensor, StoredTensor]:
         """The cos and sin tables [positions, head_dim/2], once per distinct rope."""
@@ -125,15 +133,21 @@ class ModelTensors:
         return self._store.put(key, lambda: np.full(shape, value, np.uint8))
 
     def _quantized(self, projection: Projection, bits: int, zero_points: bool) -> Blocks:
+        shapes = {
+            f"{name}.weight": (rows, projection.columns)
+            for name, rows in zip(projection.names, projection.rows, strict=True)
+        }
+        given = {name: self._source.read_quantized(name) for name in shapes}
+        if all(blocks is not None and blocks.bits == 4 for blocks in given.values()):
+            bits = 4
         parts = []
-        for name, rows in zip(projection.names, projection.rows, strict=True):
-            weight, shape = f"{name}.weight", (rows, projection.columns)
-            given = self._source.read_quantized(weight)
-            if given is not None and (given.bits, given.block, given.quants.shape) == (bits, BLOCK, shape):
-                self._report(weight, rows * projection.columns)
-                parts.append(from_symmetric(given))
+        for name, shape in shapes.items():
+            blocks = given[name]
+            if blocks is not None and (blocks.bits, blocks.block, blocks.quants.shape) == (bits, BLOCK, shape):
+                self._report(name, blocks.quants.size)
+                parts.append(from_symmetric(blocks))
             else:
-                parts.append(quantize(self._read(weight, shape), bits, zero_points))
+                parts.append(quantize(self._read(name, shape), bits, zero_points))
         return concatenate(parts) if len(parts) > 1 else parts[0]
 
     def _zeros(self, key: str, zeros: np.ndarray | None) -> tuple[StoredTensor | None, StoredTensor | None]:

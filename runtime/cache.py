@@ -42,9 +42,7 @@ class KVCache:
         """Rows were written behind the slot's length; they count from now on."""
         length = self.lengths[slot] + rows
         if rows < 0 or length > self.capacity:
-            raise ValueError(
-                f"advance({slot}, {rows}) leaves [0, {self.capacity}] from length {self.lengths[slot]}"
-            )
+            raise ValueError(f"advance({slot}, {rows}) leaves [0, {self.capacity}] from length {self.lengths[slot]}")
         self.lengths[slot] = length
 
     def rewind_to(self, slot: int, length: int) -> None:

@@ -38,9 +38,7 @@ class ChatTemplate:
     def load(cls, folder: Path, files: TokenizerFiles) -> "ChatTemplate":
         """Read the chat template of the bundle in `folder`; without one it is a UsageError."""
         if files.chat_template is None:
-            raise UsageError(
-                f"{folder} has no chat template, so it cannot chat; give a plain prompt with --raw"
-            )
+            raise UsageError(f"{folder} has no chat template, so it cannot chat; give a plain prompt with --raw")
         path = folder / files.chat_template
         try:
             source = path.read_text(encoding="utf-8")
@@ -77,9 +75,7 @@ class ChatTemplate:
         try:
             return self._template.render(names)
         except SecurityError as error:
-            raise BundleError(
-                f"{self._origin} does what no template may ({_one_line(error)}); use --raw"
-            ) from None
+            raise BundleError(f"{self._origin} does what no template may ({_one_line(error)}); use --raw") from None
         except (TemplateError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError) as error:
             raise UsageError(f"{self._origin} refuses these messages: {_one_line(error)}") from None
         except (RecursionError, MemoryError):
@@ -89,9 +85,7 @@ class ChatTemplate:
 def _message(message: Mapping[str, Any]) -> dict[str, Any]:
     """The message as templates expect it: no empty keys, reasoning under the names they read."""
     if not isinstance(message, Mapping):
-        raise UsageError(
-            f"a chat message must be an object with role and content, not {type(message).__name__}"
-        )
+        raise UsageError(f"a chat message must be an object with role and content, not {type(message).__name__}")
     plain = {key: value for key, value in _plain(message).items() if value is not None}
     reasoning = next((plain[key] for key in _REASONING_KEYS if key in plain), None)
     if reasoning is None:
@@ -192,9 +186,7 @@ def _tojson(
     separators: Any = None,
     sort_keys: bool = False,
 ) -> str:
-    return json.dumps(
-        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
-    )
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 def _one_line(error: BaseException) -> str:

@@ -124,9 +124,7 @@ class SpeculativeDecoder:
         chunk: int = PREFILL_CHUNK,
     ) -> Iterator[Emission]:
         """One Emission per round. `config` replaces the decoder's for this call."""
-        generation = self._start(
-            list(prompt), params or SamplingParams(), frozenset(eos), config or self.config
-        )
+        generation = self._start(list(prompt), params or SamplingParams(), frozenset(eos), config or self.config)
         try:
             yield from generate(self.target, generation, chunk)
         finally:
@@ -172,9 +170,7 @@ class SpeculativeDecoder:
 
     def _describe(self, stats: SpeculativeStats, config: SpeculativeConfig) -> None:
         stats.acceptance_rule = "match" if config.strict_mode else "reject"
-        stats.drafter = (
-            self.drafter.name if self.drafter is not None and config.draft_tokens_per_step else "none"
-        )
+        stats.drafter = self.drafter.name if self.drafter is not None and config.draft_tokens_per_step else "none"
         if isinstance(self.target, Target):
             stats.provider, stats.precision = self.target.provider, self.target.bundle.manifest.precision
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from .bundle import Bundle, HashCheck, open_bundle
+from .bundle import Bundle, HashCheck, open_bundle, open_draft
 from .chat import ChatTemplate
 from .decoder import SpeculativeConfig, SpeculativeDecoder, check_prompt
 from .drafters.base import Drafter
@@ -49,15 +49,14 @@ class Engine:
     """Generates text from one bundle, one request at a time."""
 
     def __init__(self, bundle: Bundle, options: EngineOptions) -> None:
-        check = HashCheck(bundle, options.cache) if options.cache is not None else None
+        check = HashCheck(bundle, options.cache)
         self.bundle = bundle
         self.target = Target(bundle, options.runtime, floor=2 if options.exact else 1)
         drafter = open_drafter(bundle, options)
         self.tokenizer = Tokenizer.load(bundle.folder, bundle.manifest.tokenizer)
         self.has_template = bundle.manifest.tokenizer.chat_template is not None
         self.decoder = SpeculativeDecoder(self.target, drafter)
-        if check is not None:
-            check.result()
+        check.result()
 
     @classmethod
     def open(cls, folder: str | Path, options: EngineOptions | None = None) -> "Engine":
@@ -138,15 +137,16 @@ def open_drafter(bundle: Bundle, options: EngineOptions) -> Drafter | Target | N
         choice = next(iter(named), "ngram")
     if choice == "ngram":
         return NgramDrafter()
-    folder = bundle.folder / named[choice].folder if choice in named else Path(choice)
+    folder = Path(choice)
     if choice not in named and not folder.exists():
         known = ", ".join(["none", "ngram", *named])
-        raise UsageError(
-            f"no draft called {choice!r} in the bundle and no folder of that name; known here: {known}"
-        )
-    draft = open_bundle(folder)
+        raise UsageError(f"no draft called {choice!r} in the bundle and no folder of that name; known here: {known}")
+    draft = open_draft(bundle, named[choice]) if choice in named else open_bundle(folder)
     check_same_tokenizer(bundle, draft)
-    return Target(draft, options.runtime)
+    check = HashCheck(draft, options.cache)
+    model = Target(draft, options.runtime)
+    check.result()
+    return model
 
 
 def check_same_tokenizer(target: Bundle, draft: Bundle) -> None:

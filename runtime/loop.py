@@ -65,9 +65,7 @@ class Generation:
     @property
     def context(self) -> DraftContext:
         """What a drafter may know besides the committed tokens."""
-        return DraftContext(
-            self.params, NoiseKey(self.params.seed, self.choice), self.stats.rounds, self.strict
-        )
+        return DraftContext(self.params, NoiseKey(self.params.seed, self.choice), self.stats.rounds, self.strict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,7 +176,8 @@ def _offer(sequence: Generation, room: int) -> Proposal:
         return _NOTHING
     start = perf_counter_ns()
     offered = drafter.propose(sequence.committed, wanted, sequence.context)
-    sequence.policy.record_draft_cost(len(offered.tokens), (perf_counter_ns() - start) / 1e6)
+    if sequence.stats.rounds:  # the first proposal also pays for reading the prompt
+        sequence.policy.record_draft_cost(len(offered.tokens), (perf_counter_ns() - start) / 1e6)
     return offered
 
 

@@ -9,6 +9,7 @@ _SMOOTHING = 0.15
 _WINDOW_ROUNDS = 32
 _WINDOW_TOKENS = 24  # evidence needed before the window may end speculation
 _LONG_CONTEXT = 8  # a free proposal with this much behind it is tried even in Fallback
+_PROBE_TOKENS = 2
 _FIRST_PROBE = 16
 _LAST_PROBE = 256
 
@@ -136,12 +137,19 @@ class Policy:
     def wanted(self, room: int) -> int:
         """How many tokens the drafter should propose this round, at most `room`; 0 saves the draft's cost."""
         most = min(self.config.max_k, room)
-        if self.state is State.FALLBACK and not self.free:
-            self._until_probe -= 1
-            return min(most, 2) if self._until_probe <= 0 else 0
-        if self.free or not self.config.adaptive:
+        if self.free:
             return most
-        return self._best(most, 0)
+        if self.state is State.SPECULATING and self.config.adaptive:
+            best = self._best(most, 0)
+            if best == 0 and most > 0:
+                self._enter(State.FALLBACK, "drafts cost more than they save")
+            return best
+        return self._probe(most) if self.state is State.FALLBACK else most
+
+    def _probe(self, most: int) -> int:
+        """A short draft once in a while, to see whether drafting pays again."""
+        self._until_probe -= 1
+        return min(most, _PROBE_TOKENS) if self._until_probe <= 0 else 0
 
     def choose(self, available: int, context: int) -> int:
         """How many of the `available` proposed tokens to verify."""
@@ -169,7 +177,7 @@ class Policy:
     def record_draft_cost(self, tokens: int, milliseconds: float) -> None:
         """Time the drafter took to propose."""
         if tokens:
-            self._draft_ms += 0.2 * (milliseconds / tokens - self._draft_ms)
+            self._draft_ms += 0.5 * (milliseconds / tokens - self._draft_ms)
 
     def _best(self, most: int, context: int) -> int:
         best, best_rate, expected, product = 0, 1.0 / self.cost.estimate(1), 1.0, 1.0
@@ -183,37 +191,33 @@ class Policy:
 
     def _move(self) -> None:
         proposed = sum(entry[0] for entry in self._recent)
-        if proposed < _WINDOW_TOKENS:
+        probing = self.state is State.FALLBACK and not self.free
+        if proposed < (_PROBE_TOKENS if probing else _WINDOW_TOKENS):
             return
         rate = sum(entry[1] for entry in self._recent) / proposed
         low = self.config.min_acceptance_rate
         if self.state is State.SPECULATING and rate < low:
-            self._enter(
-                State.FALLBACK,
-                f"acceptance {rate:.2f} of the last {proposed} draft tokens is under {low:.2f}",
-            )
-            self._until_probe = self._probe_gap
-        elif self.state is State.FALLBACK:
-            self._leave_fallback(rate, low)
-
-    def _leave_fallback(self, rate: float, low: float) -> None:
-        if rate >= low:
+            self._enter(State.FALLBACK, f"acceptance {rate:.2f} of the last {proposed} draft tokens is under {low:.2f}")
+        elif self.state is State.FALLBACK and rate >= low and (self.free or self._pays()):
             self._probe_gap = _FIRST_PROBE
             self._enter(State.SPECULATING, f"acceptance is back at {rate:.2f}")
-        elif not self.free and self._until_probe <= 0:
+        elif probing:
             self._probe_gap = min(2 * self._probe_gap, _LAST_PROBE)
             self._until_probe = self._probe_gap
+            self._recent.clear()
+
+    def _pays(self) -> bool:
+        return not self.config.adaptive or self._best(self.config.max_k, 0) > 0
 
     def _enter(self, state: State, reason: str) -> None:
         self.state, self.reason = state, reason
         self._recent.clear()
+        self._until_probe = self._probe_gap
 
     def start(self) -> None:
         """The prompt is in the cache: begin to speculate, or to decode plainly when drafting is off."""
         drafting = self.config.max_k > 0
-        self._enter(
-            State.SPECULATING if drafting else State.FALLBACK, "prompt is read" if drafting else "no drafter"
-        )
+        self._enter(State.SPECULATING if drafting else State.FALLBACK, "prompt is read" if drafting else "no drafter")
 
     def finish(self, reason: str) -> None:
         """The sequence is complete."""

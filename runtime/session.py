@@ -77,10 +77,14 @@ def resolve_provider(name: str) -> str:
             "install `pip install 'oxidize-ort[gpu]'` on a machine with an NVIDIA GPU, or use --provider cpu"
         )
     if name != "cpu" and not _has_gpu():
-        raise ProviderError(
-            f"no NVIDIA GPU was found for provider {name}; check the driver, or use --provider cpu"
-        )
+        raise ProviderError(f"no NVIDIA GPU was found for provider {name}; check the driver, or use --provider cpu")
     return name
+
+
+def _preload_cuda(ort: Any) -> None:
+    """Let ONNX Runtime find the CUDA and cuDNN libraries that pip installed."""
+    if hasattr(ort, "preload_dlls"):
+        ort.preload_dlls()
 
 
 def _has_gpu() -> bool:
@@ -97,10 +101,9 @@ class Tensor:
             self.host: np.ndarray | None = np.zeros(shape, self.dtype)
             self.value = ort.OrtValue.ortvalue_from_numpy(self.host)
         else:
-            self.host = None
-            self.value = ort.OrtValue.ortvalue_from_shape_and_type(
-                list(shape), self.dtype, device.kind, device.id
-            )
+            self.host = None  # zeroed below: a mask multiplies what it hides by 0, which only numbers survive
+            self.value = ort.OrtValue.ortvalue_from_shape_and_type(list(shape), self.dtype, device.kind, device.id)
+            self.value.update_inplace(np.zeros(shape, self.dtype))
         self.pointer: int = self.value.data_ptr()
 
     def write(self, array: np.ndarray) -> None:
@@ -269,9 +272,7 @@ def _check_contract(session: Any, contract: GraphContract, path: Path) -> None:
         found = {value.name: value for value in actual}
         if set(found) != {spec.name for spec in expected}:
             odd = sorted(set(found) ^ {spec.name for spec in expected})[0]
-            raise BundleError(
-                f"{path} and the manifest disagree about the {what} {odd!r}; export the bundle again"
-            )
+            raise BundleError(f"{path} and the manifest disagree about the {what} {odd!r}; export the bundle again")
         for spec in expected:
             _check_value(spec, found[spec.name], path)
 

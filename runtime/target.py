@@ -69,9 +69,7 @@ class Target:
             for role in ("embed", "body", "head")
         )
         dtype = self.body_entry.contract.outputs[0].dtype
-        self.cache = KVCache(
-            CacheShape(facts.layers, facts.kv_heads, facts.head_dim, dtype), slots, self.body.device
-        )
+        self.cache = KVCache(CacheShape(facts.layers, facts.kv_heads, facts.head_dim, dtype), slots, self.body.device)
         self._window = facts.sliding_window
         self._embeds = Arena((facts.hidden_size,), dtype, self.body.device)
         self._hidden = Arena((facts.hidden_size,), dtype, self.body.device)
@@ -177,9 +175,7 @@ class Target:
         else:
             _fill_std(inputs, past, layout.width, self.bundle.manifest.model.max_positions, self._window)
 
-    def _score(
-        self, current: _Pass, layout: _Layout, requests: Sequence[Rows], wanted: int
-    ) -> list[np.ndarray]:
+    def _score(self, current: _Pass, layout: _Layout, requests: Sequence[Rows], wanted: int) -> list[np.ndarray]:
         if not wanted:
             return [self._logits.tensor.read()[:0, : self.token_count] for _ in requests]
         count = max(wanted, self.floor)
@@ -222,9 +218,7 @@ def _fill_ort(inputs: dict[str, Tensor], past: np.ndarray, counts: np.ndarray) -
         inputs["query_seqlens"].write(counts)
 
 
-def _fill_std(
-    inputs: dict[str, Tensor], past: np.ndarray, width: int, limit: int, window: int | None
-) -> None:
+def _fill_std(inputs: dict[str, Tensor], past: np.ndarray, width: int, limit: int, window: int | None) -> None:
     positions = past[:, None] + np.arange(width)  # [B,S]
     inputs["position_ids"].write(np.minimum(positions, limit - 1))
     inputs["write_indices"].write(past)
@@ -262,7 +256,5 @@ def _other(profile: str) -> str:
     return "ort" if profile == "std" else "std"
 
 
-def _open(
-    bundle: Bundle, entry: GraphEntry, provider: str, options: RuntimeOptions, light: bool
-) -> GraphSession:
+def _open(bundle: Bundle, entry: GraphEntry, provider: str, options: RuntimeOptions, light: bool) -> GraphSession:
     return GraphSession(bundle.folder / entry.file, entry.contract, provider, options, light)

@@ -42,9 +42,7 @@ class Tokenizer:
         try:
             return cls(Backend.from_str(text))
         except Exception as error:  # the package raises bare Exception
-            raise BundleError(
-                f"{path} is not a tokenizer ({_one_line(error)}); export the bundle again"
-            ) from error
+            raise BundleError(f"{path} is not a tokenizer ({_one_line(error)}); export the bundle again") from error
 
     def encode(self, text: str, add_special: bool = True) -> list[int]:
         """Token ids of `text`; special tokens spelled in it become their ids.
@@ -73,9 +71,7 @@ class Tokenizer:
     @cached_property
     def table(self) -> dict[int, str]:
         """Every id with its token, spelled as the vocabulary spells it, added tokens included."""
-        return {
-            token_id: token for token, token_id in self._backend.get_vocab(with_added_tokens=True).items()
-        }
+        return {token_id: token for token, token_id in self._backend.get_vocab(with_added_tokens=True).items()}
 
     @cached_property
     def vocab_size(self) -> int:

@@ -8,6 +8,7 @@ import sys
 import tempfile
 import tracemalloc
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -30,7 +31,7 @@ PLANS = {variant: (variant, ExportPlan("fp32", BOTH)) for variant in VARIANTS} |
     "llama2.int4.half": ("llama2", ExportPlan("int4", half_activations=True)),
     "llama2.fp16": ("llama2", ExportPlan("fp16", BOTH)),
     "smollm2.int4.head4": ("smollm2", ExportPlan("int4", BOTH, head_bits=4)),
-    "llama2.int4.symmetric": ("llama2", ExportPlan("int4", BOTH, zero_points=False)),
+    "llama2.int4.narrow": ("llama2", ExportPlan("int4", BOTH, zero_points=False, int8_parts=())),
     "gemma3.taps": ("gemma3", ExportPlan("fp32", BOTH, taps=(0, 3))),
 }
 NODES_PER_LAYER = {"ort": 10, "std": 25}
@@ -133,6 +134,14 @@ def test_memory_is_bounded_by_the_largest_tensor(precision: str, tmp_path: Path)
     assert peak < 2.5 * largest
 
 
+def test_large_models_keep_their_down_projection_at_4_bits(tmp_path: Path):
+    config = open_source(str(write_hf_checkpoint(tmp_path, "llama2"))).config
+    large = replace(config, hidden_size=2048, intermediate_size=8192, layers=16)
+    assert ExportPlan("int4").wide_parts(config) == ("qkv", "down")
+    assert ExportPlan("int4").wide_parts(large) == ("qkv",)
+    assert ExportPlan("int4", int8_parts=("o",)).wide_parts(large) == ("o",)
+
+
 @pytest.mark.parametrize(
     ("plan", "said"),
     [
@@ -142,6 +151,7 @@ def test_memory_is_bounded_by_the_largest_tensor(precision: str, tmp_path: Path)
         (ExportPlan("fp32", taps=(2,)), "taps must be layers 0 to 1"),
         (ExportPlan("fp32", max_positions=0), "max_positions"),
         (ExportPlan("int4", head_bits=5), "head_bits"),
+        (ExportPlan("int4", int8_parts=("v",)), "int8_parts"),
         (ExportPlan("fp32", half_activations=True), "half_activations"),
     ],
 )

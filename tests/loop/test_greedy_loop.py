@@ -33,9 +33,7 @@ def test_ngram_equals_plain(rule, prompt):
     expected = plain(rule, prompt, 60)
     for k in range(9):
         for adaptive in (True, False):
-            decoder = SpeculativeDecoder(
-                FakeTarget(rule=rule), NgramDrafter(), config(k, 60, adaptive=adaptive)
-            )
+            decoder = SpeculativeDecoder(FakeTarget(rule=rule), NgramDrafter(), config(k, 60, adaptive=adaptive))
             assert decoder.generate(prompt) == expected
             assert decoder.target.cache.lengths[0] == len(prompt) + 60 - 1
 
@@ -179,10 +177,7 @@ def test_builder_and_presets():
     assert (built.draft_tokens_per_step, built.min_acceptance_rate, built.max_new_tokens) == (6, 0.4, 128)
     built = SpeculativeConfig.builder().strict_mode(True).max_new_tokens(5).adaptive(False).build()
     assert (built.strict_mode, built.max_new_tokens, built.adaptive) == (True, 5, False)
-    assert (
-        SpeculativeConfig.conservative().draft_tokens_per_step
-        < SpeculativeConfig.aggressive().draft_tokens_per_step
-    )
+    assert SpeculativeConfig.conservative().draft_tokens_per_step < SpeculativeConfig.aggressive().draft_tokens_per_step
 
 
 def test_sampling_params_reach_the_law():

@@ -83,10 +83,7 @@ def test_ragged_slots_equal_single_runs(tiny_bundle, variant, profile):
     plans = [[3, 21, 9, 14], [1, 4, 0, 2], [0, 2, 3, 0], [5, 1, 1, 1], [0, 0, 7, 0]]
     worst = 0.0
     for step, widths in enumerate(plans):
-        fresh = [
-            tokens_of(width, seed=10 * step + slot) if step else texts[slot]
-            for slot, width in enumerate(widths)
-        ]
+        fresh = [tokens_of(width, seed=10 * step + slot) if step else texts[slot] for slot, width in enumerate(widths)]
         requests = [Rows(slot, tokens, len(tokens)) for slot, tokens in enumerate(fresh) if tokens]
         together = batch.forward(requests)
         for request, logits in zip(requests, together, strict=True):

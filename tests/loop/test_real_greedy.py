@@ -22,9 +22,7 @@ def open_target(folder, floor=1, slots=1):
 
 
 def fixed(k, count):
-    return SpeculativeConfig(
-        draft_tokens_per_step=k, max_new_tokens=count, min_acceptance_rate=0.0, adaptive=False
-    )
+    return SpeculativeConfig(draft_tokens_per_step=k, max_new_tokens=count, min_acceptance_rate=0.0, adaptive=False)
 
 
 def encode_all(folder):
