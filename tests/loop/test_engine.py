@@ -4,7 +4,11 @@ import json
 import shutil
 
 import pytest
+from checkpoints import write_hf_checkpoint
 
+from oxidize.export.build import ExportPlan
+from oxidize.export.bundle import DraftSource, export_bundle
+from oxidize.export.source import open_source
 from oxidize.runtime.decoder import SpeculativeConfig
 from oxidize.runtime.engine import Engine, EngineOptions
 from oxidize.runtime.errors import UsageError
@@ -101,3 +105,21 @@ def test_padded_vocabulary_rows_are_never_produced(tiny_bundle):
     for seed in range(20):
         _, deltas = answer(engine, temperature=5.0, seed=seed)
         assert all(token < facts.token_count for delta in deltas for token in delta.tokens)
+
+
+def test_a_draft_inside_the_bundle_is_found_and_used(tmp_path):
+    """The draft has the target's own weights, so under the exact floor it is always right."""
+    source = tmp_path / "source"
+    write_hf_checkpoint(source, "smollm2")
+    plan = ExportPlan("fp32")
+    draft = DraftSource("small", open_source(str(source)), plan)
+    export_bundle(open_source(str(source)), plan, tmp_path / "bundle", [draft])
+    engine = Engine.open(tmp_path / "bundle", EngineOptions(OPTIONS, exact=True))
+    text, _ = answer(engine, k=4)
+    assert engine.stats.drafter == "draft-model"
+    assert engine.stats.draft_forward_passes >= engine.stats.draft_tokens > 0
+    assert engine.stats.acceptance_rate > 0.9
+    plain = Engine.open(tmp_path / "bundle", EngineOptions(OPTIONS, draft="none", exact=True))
+    assert answer(plain)[0] == text
+    named = Engine.open(tmp_path / "bundle", EngineOptions(OPTIONS, draft="small", exact=True))
+    assert answer(named, k=4)[0] == text

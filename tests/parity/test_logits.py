@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from oxidize.export.build import ExportPlan, build_graphs
 from oxidize.export.gguf_tokenizer import build_gguf_tokenizer
+from oxidize.export.plan import PARTS
 from oxidize.export.reference import reference_model
 from oxidize.export.source import open_source
 from oxidize.runtime.manifest import GraphEntry
@@ -152,12 +153,16 @@ def test_the_reference_model_is_what_transformers_loads_itself(variant: str, tmp
 
 
 @pytest.mark.parametrize("variant", ["llama2", "qwen2", "gemma3"])
-def test_q4_0_blocks_reach_the_graph_without_loss(variant: str, tmp_path: Path):
-    source = write_gguf_checkpoint(tmp_path / "q4.gguf", variant, quant="Q4_0")
+@pytest.mark.parametrize(
+    ("quant", "plan"),
+    [("Q4_0", ExportPlan("int4", ("ort", "std"))), ("Q8_0", ExportPlan("int4", ("ort", "std"), int8_parts=PARTS))],
+)
+def test_blocks_of_the_source_reach_the_graph_without_loss(quant: str, plan: ExportPlan, variant: str, tmp_path: Path):
+    source = write_gguf_checkpoint(tmp_path / "blocks.gguf", variant, quant=quant)
     model = reference_model(open_source(str(source)))
     tokens = tokens_for(model, END)
     expected, _ = reference(model, tokens)
-    runner = build(source, tmp_path / "out", ExportPlan("int4", ("ort", "std"), head_bits=4))
+    runner = build(source, tmp_path / "out", plan)
     assert worst(runner("std"), tokens, expected) <= TOLERANCE
     # MatMulNBits rounds activations to 8 bits a block: about 1 % a product
     assert worst(runner("ort"), tokens, expected) <= 0.1 * np.abs(expected).max()
