@@ -115,17 +115,24 @@ def table(rows: Sequence[Sequence[str]]) -> str:
     return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:]])
 
 
-def load_prompts(path: Path) -> dict[str, str]:
-    """Prompts by name from a file with one JSON object {"name", "prompt"} a line."""
-    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
-    return {row["name"]: row["prompt"] for row in rows}
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One request. `answer` is a beginning that is put into the model's mouth, if it is not empty."""
+
+    name: str
+    prompt: str
+    answer: str = ""
+
+
+def load_prompts(path: Path) -> list[Prompt]:
+    """The prompts of a file with one JSON object a line, keyed like `Prompt`."""
+    lines = path.read_text(encoding="utf-8").splitlines()
+    return [Prompt(**json.loads(line)) for line in lines if line.strip()]
 
 
 def benchmark_parser(description: str | None, repeats: int = 5) -> argparse.ArgumentParser:
     """A parser with the options every benchmark has; `description` is the script's docstring."""
-    parser = argparse.ArgumentParser(
-        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=repeats, help=f"default {repeats}")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the result files")
     parser.add_argument("--note", default="", help="a remark to keep with the result")
@@ -215,9 +222,7 @@ def bundle_facts(folder: Path) -> Json:
         "source": manifest["provenance"]["source"],
         "precision": manifest["precision"],
         "megabytes": round(sum(entry["size"] for entry in manifest["files"].values()) / 1e6, 1),
-        "weights_sha256": {
-            name: entry["sha256"] for name, entry in manifest["files"].items() if name.endswith(".bin")
-        },
+        "weights_sha256": {name: entry["sha256"] for name, entry in manifest["files"].items() if name.endswith(".bin")},
     }
 
 

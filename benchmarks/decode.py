@@ -55,8 +55,7 @@ def genai_peers(arguments: argparse.Namespace, prompt: list[int]) -> Iterator[di
     equal = arguments.threads or physical_cores()
     counts = {"genai default": None, f"genai {equal} threads": equal}
     peers = {
-        name: GenaiPeer(arguments.genai_python, arguments.genai_model, prompt, count)
-        for name, count in counts.items()
+        name: GenaiPeer(arguments.genai_python, arguments.genai_model, prompt, count) for name, count in counts.items()
     }
     try:
         yield peers

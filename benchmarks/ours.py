@@ -39,11 +39,13 @@ def open_engine(arguments: argparse.Namespace, draft: str = "none", exact: bool 
     return Engine.open(arguments.bundle, EngineOptions(runtime_options(arguments), draft, exact))
 
 
-def encode(engine: Engine, prompt: str) -> list[int]:
-    """Tokens of a prompt as `oxidize run` would read it: in the chat template when there is one."""
+def encode(engine: Engine, prompt: str, answer: str = "") -> list[int]:
+    """Tokens of a prompt as `oxidize run` would read it (in the chat template, if any), and of the answer begun."""
     if engine.has_template:
-        return engine.encode_chat([{"role": "user", "content": prompt}])
-    return engine.encode(prompt)
+        tokens = engine.encode_chat([{"role": "user", "content": prompt}])
+    else:
+        tokens = engine.encode(prompt)
+    return tokens + (engine.tokenizer.encode(answer, add_special=False) if answer else [])
 
 
 def decode(

@@ -56,9 +56,7 @@ class Run:
 class GenaiDecoder:
     """A loaded genai model and the prompt that each run starts from."""
 
-    def __init__(
-        self, folder: Path, prompt: list[int], max_length: int, session_options: dict[str, object]
-    ) -> None:
+    def __init__(self, folder: Path, prompt: list[int], max_length: int, session_options: dict[str, object]) -> None:
         config = genai.Config(str(folder))
         if session_options:
             config.overlay(json.dumps({"model": {"decoder": {"session_options": session_options}}}))

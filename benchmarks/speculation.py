@@ -15,6 +15,7 @@ from statistics import median
 from common import (
     PROMPTS,
     Json,
+    Prompt,
     Record,
     Spread,
     add_runtime_options,
@@ -96,10 +97,10 @@ def _drafting(engine: Engine) -> SpeculativeDecoder:
 
 
 def measure_prompt(
-    engine: Engine, sides: dict[str, Side], name: str, text: str, arguments: argparse.Namespace
+    engine: Engine, sides: dict[str, Side], request: Prompt, arguments: argparse.Namespace
 ) -> dict[str, Outcome]:
     """Run one prompt on every side, `repeats` times; an Outcome per speculative side."""
-    prompt = encode(engine, text)
+    prompt = encode(engine, request.prompt, request.answer)
     eos = engine.bundle.manifest.generation.eos_token_ids
     stop = eos if arguments.stop_at_eos else ()
     engine.target.cache.rewind_to(0, 0)
@@ -110,9 +111,9 @@ def measure_prompt(
     def runner(side: Side) -> Callable[[], OurRun]:
         return lambda: decode(side.decoder, prompt, side.config, eos=stop)
 
-    runs = interleave({key: runner(side) for key, side in sides.items()}, arguments.repeats, name)
+    runs = interleave({key: runner(side) for key, side in sides.items()}, arguments.repeats, request.name)
     plain = runs.pop(PLAIN)
-    return {key: _compare(engine, name, prompt, eos, plain, found) for key, found in runs.items()}
+    return {key: _compare(engine, request.name, prompt, eos, plain, found) for key, found in runs.items()}
 
 
 def _compare(
@@ -149,9 +150,7 @@ def _first_difference(left: Sequence[int], right: Sequence[int]) -> int:
     return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(left), len(right)))
 
 
-def _gap(
-    engine: Engine, prompt: Sequence[int], text: Sequence[int], other: Sequence[int], at: int
-) -> float | None:
+def _gap(engine: Engine, prompt: Sequence[int], text: Sequence[int], other: Sequence[int], at: int) -> float | None:
     if at >= min(len(text), len(other)):
         return None
     prefix, target = [*prompt, *text[:at]], engine.target
@@ -194,14 +193,11 @@ def main() -> None:
     sides, results = make_sides(engine, arguments), {}
     for workload in arguments.workloads:
         prompts = load_prompts(arguments.prompts / f"{workload}.jsonl")
-        chosen = list(prompts.items())[: arguments.limit]
-        outcomes = [measure_prompt(engine, sides, name, text, arguments) for name, text in chosen]
+        outcomes = [measure_prompt(engine, sides, prompt, arguments) for prompt in prompts[: arguments.limit]]
         results[workload] = {
             side: report(workload, side, [outcome[side] for outcome in outcomes]) for side in outcomes[0]
         }
-    options = {
-        name: getattr(arguments, name) for name in ("tokens", "draft_model", "stop_at_eos", "exact", "fixed_k")
-    }
+    options = {name: getattr(arguments, name) for name in ("tokens", "draft_model", "stop_at_eos", "exact", "fixed_k")}
     options["draft_model"] = Path(arguments.draft_model).name
     print(f"\nwritten to {record.write('speculation', {**options, 'workloads': results})}")
 

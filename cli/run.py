@@ -113,7 +113,7 @@ def _draft_tokens(value: str) -> int:
 
     if value == "auto":
         return DEFAULT_DRAFT_TOKENS
-    if not (value.isascii() and value.isdecimal() and len(value) < 10):
+    if not (value.isdecimal() and len(value) < 10):
         raise UsageError(f"--draft-tokens must be auto or a number from 0 on, not {value!r}")
     return int(value)
 

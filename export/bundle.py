@@ -111,13 +111,20 @@ def _is_folder_name(name: str) -> bool:
 def estimate_bytes(config: ModelConfig, plan: ExportPlan) -> int:
     """About how many bytes the weights of a bundle take."""
     q_size, kv_size = config.heads * config.head_dim, config.kv_heads * config.head_dim
-    layer = config.hidden_size * (2 * q_size + 2 * kv_size + 3 * config.intermediate_size)
-    table = config.vocab_size * config.hidden_size
+    sizes = {"qkv": q_size + 2 * kv_size, "o": q_size} | dict.fromkeys(("gate", "up", "down"), config.intermediate_size)
+    wide = plan.wide_parts(config)
+    layer = sum(
+        config.hidden_size * size * _weight_bytes(plan, 8 if part in wide else 4) for part, size in sizes.items()
+    )
+    table = config.vocab_size * config.hidden_size * _weight_bytes(plan, plan.head_bits)
     tables = table * (1 if config.tie_word_embeddings else 2)
     rope = plan.positions(config) * config.head_dim * (2 if config.rope_local else 1)
-    per_weight = {"fp32": 4.0, "fp16": 2.0, "int4": 0.5 + 4 / 32}[plan.precision]
-    per_row = per_weight if plan.precision != "int4" else plan.head_bits / 8 + 4 / 32
-    return int(config.layers * layer * per_weight + tables * per_row + rope * 4)
+    return int(config.layers * layer + tables + rope * 4)
+
+
+def _weight_bytes(plan: ExportPlan, bits: int) -> float:
+    """Bytes of one weight; a block of 32 quantised ones shares a float32 scale."""
+    return {"fp32": 4.0, "fp16": 2.0, "int4": bits / 8 + 4 / 32}[plan.precision]
 
 
 def check_space(out: Path, needed: int) -> None:

@@ -60,19 +60,13 @@ def build_gguf_tokenizer(metadata: Mapping[str, Any]) -> "Tokenizer":
     if model == "llama":
         return _sentencepiece(metadata)
     if model is None:
-        raise CheckpointError(
-            "the GGUF file has no tokenizer (tokenizer.ggml.model); convert the model again with one"
-        )
-    raise UnsupportedModelError(
-        f"tokenizer.ggml.model {model!r} is not supported, only 'gpt2' and 'llama' are"
-    )
+        raise CheckpointError("the GGUF file has no tokenizer (tokenizer.ggml.model); convert the model again with one")
+    raise UnsupportedModelError(f"tokenizer.ggml.model {model!r} is not supported, only 'gpt2' and 'llama' are")
 
 
 def named_tokens(metadata: Mapping[str, Any]) -> NamedTokens:
     """The texts of BOS, EOS and the unknown token; None where the file names none."""
-    llama = (
-        metadata.get(_PREFIX + "model") == "llama"
-    )  # these have llama.cpp's customary ids if nothing is said
+    llama = metadata.get(_PREFIX + "model") == "llama"  # these have llama.cpp's customary ids if nothing is said
     return NamedTokens(
         bos=_token_at(metadata, "bos_token_id", 1 if llama else None),
         eos=_token_at(metadata, "eos_token_id", 2 if llama else None),
@@ -112,11 +106,7 @@ def _sentencepiece(metadata: Mapping[str, Any]) -> "Tokenizer":
     steps = [decoders.Replace(_SPACE_MARK, " "), decoders.ByteFallback(), decoders.Fuse()]
     tokenizer.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if prefix else steps)
     # Runs of spaces match where the text already has marks; with a prefix the token would be given one too.
-    marked = (
-        ()
-        if prefix
-        else [token for token in vocabulary.of_type(TokenType.USER_DEFINED) if _SPACE_MARK in token]
-    )
+    marked = () if prefix else [token for token in vocabulary.of_type(TokenType.USER_DEFINED) if _SPACE_MARK in token]
     _add_tokens(tokenizer, vocabulary, normalized=marked)
     _add_ends(tokenizer, metadata, add_bos=True)
     return tokenizer
@@ -145,9 +135,7 @@ def _vocabulary(metadata: Mapping[str, Any], mark_spaces: bool = False) -> _Voca
         else [TokenType.NORMAL] * len(tokens)
     )
     if len(types) != len(tokens):
-        raise CheckpointError(
-            f"the GGUF file has {len(tokens)} tokens but {len(types)} token types; download it again"
-        )
+        raise CheckpointError(f"the GGUF file has {len(tokens)} tokens but {len(types)} token types; download it again")
     ids: dict[str, int] = {}
     kinds: dict[str, int] = {}
     for token_id, (token, kind) in enumerate(zip(tokens, types, strict=True)):
@@ -155,9 +143,7 @@ def _vocabulary(metadata: Mapping[str, Any], mark_spaces: bool = False) -> _Voca
             continue
         spelled = _SPACE_MARK * len(token) if mark_spaces and token and not token.strip(" ") else token
         if spelled in ids:
-            raise CheckpointError(
-                f"the GGUF file has the token {token!r} twice (ids {ids[spelled]} and {token_id})"
-            )
+            raise CheckpointError(f"the GGUF file has the token {token!r} twice (ids {ids[spelled]} and {token_id})")
         ids[spelled], kinds[spelled] = token_id, kind
     return _Vocabulary(ids, kinds)
 
@@ -187,9 +173,7 @@ def _bpe(ids: dict[str, int], merges: list[tuple[str, str]], **settings: Any) ->
         return BPE(vocab=ids, merges=merges, **settings)
     except Exception as error:  # the package raises bare Exception
         reason = " ".join(str(error).split())[:200]
-        raise CheckpointError(
-            f"the GGUF file's merges do not fit its tokens ({reason}); download it again"
-        ) from None
+        raise CheckpointError(f"the GGUF file's merges do not fit its tokens ({reason}); download it again") from None
 
 
 def _add_tokens(tokenizer: "Tokenizer", vocabulary: _Vocabulary, normalized: Sequence[str]) -> None:
@@ -203,9 +187,7 @@ def _add_tokens(tokenizer: "Tokenizer", vocabulary: _Vocabulary, normalized: Seq
 
     control = vocabulary.of_type(TokenType.UNKNOWN, TokenType.CONTROL)
     tokenizer.add_special_tokens([added(token, True) for token in control if token])
-    tokenizer.add_tokens(
-        [added(token, False) for token in vocabulary.of_type(TokenType.USER_DEFINED) if token]
-    )
+    tokenizer.add_tokens([added(token, False) for token in vocabulary.of_type(TokenType.USER_DEFINED) if token])
 
 
 def _add_ends(tokenizer: "Tokenizer", metadata: Mapping[str, Any], add_bos: bool) -> None:
@@ -240,8 +222,7 @@ def _list_of(metadata: Mapping[str, Any], key: str, kind: type) -> list[Any]:
     value = metadata.get(_PREFIX + key)
     if not isinstance(value, list) or not value or not isinstance(value[0], kind):
         raise CheckpointError(
-            f"the GGUF file needs {_PREFIX}{key}, a list of {kind.__name__}, for its tokenizer; "
-            "convert the model again"
+            f"the GGUF file needs {_PREFIX}{key}, a list of {kind.__name__}, for its tokenizer; convert the model again"
         )
     return value
 

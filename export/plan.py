@@ -71,6 +71,10 @@ class ExportPlan:
             raise UsageError(f"int8_parts must be some of {', '.join(PARTS)}, not {self.int8_parts!r}")
         if self.head_bits not in (4, 8):
             raise UsageError(f"head_bits must be 4 or 8, not {self.head_bits}")
+        if self.dtype == "float16" and config.sandwich_norms:
+            raise UsageError(
+                f"{config.architecture} overflows float16 activations; use fp32, or int4 with float32 activations"
+            )
         if self.precision == "int4" and config.hidden_size % 32:
             raise UsageError(
                 f"precision int4 needs a hidden size divisible by 32, not {config.hidden_size}; use fp32 or fp16"

@@ -75,9 +75,7 @@ def write_tokenizer(checkpoint: TokenizerSource, out: Path) -> ExportedTokenizer
 def _from_gguf(checkpoint: TokenizerSource) -> _Parts:
     metadata = checkpoint.gguf_metadata
     if metadata is None:
-        raise CheckpointError(
-            "the GGUF file has no metadata, so no tokenizer can be built; download it again"
-        )
+        raise CheckpointError("the GGUF file has no metadata, so no tokenizer can be built; download it again")
     tokenizer = build_gguf_tokenizer(metadata)
     names = named_tokens(metadata)
     template = metadata.get("tokenizer.chat_template")
@@ -91,13 +89,9 @@ def _from_gguf(checkpoint: TokenizerSource) -> _Parts:
 def _from_folder(checkpoint: TokenizerSource) -> _Parts:
     folder = checkpoint.folder
     if folder is None:
-        raise CheckpointError(
-            "the checkpoint has no folder, so its tokenizer cannot be found; give its folder"
-        )
+        raise CheckpointError("the checkpoint has no folder, so its tokenizer cannot be found; give its folder")
     config = _read_json(folder / "tokenizer_config.json")
-    named = _read_json(folder / "special_tokens_map.json") | {
-        k: v for k, v in config.items() if v is not None
-    }
+    named = _read_json(folder / "special_tokens_map.json") | {k: v for k, v in config.items() if v is not None}
     path = folder / TOKENIZER_NAME
     text = _read_text(path) if path.is_file() else _convert(folder)
     text = _without_cuts(text, path)
@@ -144,16 +138,14 @@ def _convert(folder: Path) -> str:
         from transformers import AutoTokenizer
     except ImportError:
         raise CheckpointError(
-            f"{folder} has no tokenizer.json and making it needs transformers; "
-            "pip install 'oxidize-ort[export]'"
+            f"{folder} has no tokenizer.json and making it needs transformers; pip install 'oxidize-ort[export]'"
         ) from None
     try:
         return AutoTokenizer.from_pretrained(str(folder), local_files_only=True).backend_tokenizer.to_str()
     except Exception as error:  # whatever the converter runs into, the remedy is the same
         reason = " ".join(str(error).split())[:200]
         raise CheckpointError(
-            f"transformers cannot convert the tokenizer in {folder} ({reason}); "
-            "add the checkpoint's tokenizer.json"
+            f"transformers cannot convert the tokenizer in {folder} ({reason}); add the checkpoint's tokenizer.json"
         ) from None
 
 
@@ -170,9 +162,7 @@ def _chat_template(folder: Path, config: Mapping[str, Any]) -> str | None:
         named = {item.get("name"): item.get("template") for item in template if isinstance(item, Mapping)}
     if isinstance(named, Mapping) and isinstance(named.get("default"), str):
         return named["default"]
-    raise CheckpointError(
-        f"{folder} names several chat templates and none is 'default'; put one into {TEMPLATE_NAME}"
-    )
+    raise CheckpointError(f"{folder} names several chat templates and none is 'default'; put one into {TEMPLATE_NAME}")
 
 
 def _content(token: Any) -> str | None:

@@ -1,6 +1,6 @@
 """Prompt in, text deltas out: a bundle with its tokenizer, target, drafters and defaults."""
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -85,7 +85,7 @@ class Engine:
         prompt: Sequence[int],
         config: SpeculativeConfig | None = None,
         params: SamplingParams | None = None,
-        stops: Collection[str] = (),
+        stops: Sequence[str] = (),
     ) -> Iterator[Delta]:
         """The answer as it is made, one Delta per round; the last one has a finish_reason."""
         config = config or self.decoder.config

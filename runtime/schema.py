@@ -62,7 +62,7 @@ def _decode_dataclass(kind: Any, value: Any, where: str) -> Any:
     hints = get_type_hints(kind)
     unknown = sorted(set(value) - set(hints))
     if unknown:
-        raise BundleError(f"{where} has the unknown key {unknown[0]!r}; update oxidize or export the bundle again")
+        raise BundleError(f"{where} has the unknown key {brief(unknown[0])}; update oxidize or export the bundle again")
     given = {}
     for item in fields(kind):
         if item.name in value:

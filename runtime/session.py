@@ -199,6 +199,17 @@ class Binding:
         self._io.synchronize_outputs()
 
 
+def check_version(minimum: str) -> None:
+    """Refuse an ONNX Runtime older than a graph needs."""
+    found = load_ort().__version__
+    if _version(found) < _version(minimum):
+        raise ProviderError(f"this bundle needs ONNX Runtime {minimum} or newer, this is {found}; upgrade it with pip")
+
+
+def _version(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in text.split(".")[:2])
+
+
 def _create(ort: Any, path: Path, provider: str, options: RuntimeOptions, light: bool) -> Any:
     if provider != "cpu":
         _preload_cuda(ort)

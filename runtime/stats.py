@@ -127,9 +127,10 @@ class SpeculativeStats:
 
     def line(self) -> str:
         """One line for people."""
-        seconds = self.prefill_ns / 1e9
+        seconds, read = self.prefill_ns / 1e9, self.prompt_tokens - self.cached_tokens
         parts = [
-            f"prompt {self.prompt_tokens} tok {self.prompt_tokens / seconds if seconds else 0:.0f} tok/s",
+            f"prompt {self.prompt_tokens} tok {read / seconds if seconds else 0:.0f} tok/s",
+            *([f"cached {self.cached_tokens}"] if self.cached_tokens else []),
             f"generated {self.generated_tokens} tok {self.tokens_per_second:.1f} tok/s",
         ]
         if self.draft_tokens:

@@ -8,9 +8,9 @@ import numpy as np
 from .bundle import Bundle
 from .cache import CacheShape, KVCache
 from .contracts import TensorSpec
-from .errors import ProviderError, UsageError
+from .errors import BundleError, UsageError
 from .manifest import GraphEntry
-from .session import Arena, Binding, Device, GraphSession, RuntimeOptions, Tensor, resolve_provider
+from .session import Arena, Binding, Device, GraphSession, RuntimeOptions, Tensor, check_version, resolve_provider
 
 PREFILL_CHUNK = 512
 _MAX_PASSES = 64
@@ -246,7 +246,7 @@ def _choose_graphs(bundle: Bundle, provider: str, slots: int) -> dict[str, Graph
             head = manifest.graph("head", profile) or manifest.graph("head", _other(profile))
             if embed and head:
                 return {"embed": embed, "body": body, "head": head}
-    raise ProviderError(
+    raise BundleError(
         f"{bundle.folder} has no graphs for {slots} slots on provider {provider}; "
         "export it again with --profile std (any batch, TensorRT) or --profile ort (CPU, CUDA)"
     )
@@ -257,4 +257,5 @@ def _other(profile: str) -> str:
 
 
 def _open(bundle: Bundle, entry: GraphEntry, provider: str, options: RuntimeOptions, light: bool) -> GraphSession:
+    check_version(entry.minimum_ort)
     return GraphSession(bundle.folder / entry.file, entry.contract, provider, options, light)

@@ -52,8 +52,16 @@ class Drafter(Protocol):
 
     name: str
     free: bool
-    passes: int
-    ort_ns: int
+
+    @property
+    def passes(self) -> int:
+        """Forward passes so far."""
+        ...
+
+    @property
+    def ort_ns(self) -> int:
+        """Nanoseconds in ONNX Runtime so far."""
+        ...
 
     def propose(self, committed: Sequence[int], k: int, context: DraftContext) -> Proposal:
         """Propose at most k tokens to follow `committed`; an empty proposal is a valid answer.

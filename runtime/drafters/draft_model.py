@@ -25,12 +25,12 @@ class DraftModel:
         self._agreed = 0  # of which so many are known to equal the committed ones
 
     @property
-    def ort_ns(self) -> int:  # type: ignore[override]
+    def ort_ns(self) -> int:
         """Nanoseconds spent in the draft's sessions so far."""
         return sum(self._model.ort_ns().values())
 
     @property
-    def passes(self) -> int:  # type: ignore[override]
+    def passes(self) -> int:
         """Passes of the draft so far."""
         return self._model.passes
 

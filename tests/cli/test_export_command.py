@@ -113,6 +113,18 @@ def test_drafts_are_named_after_their_source(oxidize, checkpoint: Path, tmp_path
         assert json.loads(answer.out)["stats"]["draft_forward_passes"] > 0
 
 
+def test_a_gguf_draft_loses_its_suffix(oxidize, tmp_path: Path) -> None:
+    from checkpoints import VARIANTS, write_gguf_checkpoint
+
+    (tmp_path / "source").mkdir()
+    target, draft = (tmp_path / "source" / name for name in ("big.gguf", "v1.5-small.gguf"))
+    for path in (target, draft):
+        write_gguf_checkpoint(path, VARIANTS["llama2"])
+    result = oxidize("export", target, "-o", tmp_path / "out", "--draft-model", draft, "--no-eval")
+    assert result.code == 0, result.err
+    assert [entry.name for entry in load_manifest(tmp_path / "out").drafts] == ["v1.5-small"]
+
+
 def test_two_drafts_of_one_name(oxidize, checkpoint: Path, tmp_path: Path) -> None:
     arguments = ["--draft-model", checkpoint, "--draft-model", checkpoint, "--dry-run"]
     result = oxidize("export", checkpoint, "-o", tmp_path / "out", *arguments)

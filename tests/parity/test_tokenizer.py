@@ -125,9 +125,7 @@ def sentencepiece_metadata(train: Callable[..., Any], texts: list[str]) -> tuple
     )
     model = sentencepiece.SentencePieceProcessor(model_proto=writer.getvalue())
     ids = range(model.get_piece_size())
-    kinds = [
-        2 if model.is_unknown(i) else 3 if model.is_control(i) else 6 if model.is_byte(i) else 1 for i in ids
-    ]
+    kinds = [2 if model.is_unknown(i) else 3 if model.is_control(i) else 6 if model.is_byte(i) else 1 for i in ids]
     metadata = {
         "tokenizer.ggml.model": "llama",
         "tokenizer.ggml.tokens": [model.id_to_piece(i) for i in ids],
@@ -142,9 +140,7 @@ def sentencepiece_metadata(train: Callable[..., Any], texts: list[str]) -> tuple
 
 
 def test_scores_give_the_ids_of_sentencepiece(tmp_path: Path) -> None:
-    sentencepiece = pytest.importorskip(
-        "sentencepiece", reason="the reference, sentencepiece, is not installed"
-    )
+    sentencepiece = pytest.importorskip("sentencepiece", reason="the reference, sentencepiece, is not installed")
     plain = [text for text in CORPUS if "\0" not in text and "<s>" not in text and "<unk>" not in text]
     train = sentencepiece.SentencePieceTrainer.train
     proto, metadata = sentencepiece_metadata(train, [line for text in plain for line in text.split("\n")] * 3)

@@ -300,6 +300,25 @@ def test_a_failed_replacement_keeps_the_old_bundle(
     check_hashes(open_bundle(out), None)
 
 
+def test_what_cannot_be_put_back_is_at_least_kept(
+    source: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The disk gives up between the two renames: the old bundle stays under its other name."""
+    before = export_bundle(source, PLAN, tmp_path / "out")
+    original = Path.replace
+
+    def replace(self: Path, target: Path) -> Path:
+        if target.name == "out":
+            raise OSError(errno.EIO, "I/O error")
+        return original(self, target)
+
+    monkeypatch.setattr(Path, "replace", replace)
+    with pytest.raises(OxidizeError):
+        export_bundle(source, ExportPlan("fp16"), tmp_path / "out", force=True)
+    (kept,) = tmp_path.iterdir()
+    assert open_bundle(kept).manifest == before
+
+
 def test_an_export_that_cannot_fit_is_not_begun(
     source: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

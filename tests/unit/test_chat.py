@@ -117,15 +117,11 @@ def reference() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=Backend(BPE()), **SPECIAL)
 
 
-def both(
-    reference: PreTrainedTokenizerFast, template: str, messages: list[Any], **settings: Any
-) -> tuple[str, str]:
+def both(reference: PreTrainedTokenizerFast, template: str, messages: list[Any], **settings: Any) -> tuple[str, str]:
     variables = settings.pop("variables", {})
     ours = ChatTemplate(template, SPECIAL).render(messages, **settings, variables=variables)
     settings.setdefault("add_generation_prompt", True)
-    theirs = reference.apply_chat_template(
-        messages, chat_template=template, tokenize=False, **settings, **variables
-    )
+    theirs = reference.apply_chat_template(messages, chat_template=template, tokenize=False, **settings, **variables)
     return ours, str(theirs)
 
 
@@ -148,9 +144,7 @@ def test_tools_and_calls_equal_those_of_transformers(reference: PreTrainedTokeni
 
 
 def test_parts_and_variables_equal_those_of_transformers(reference: PreTrainedTokenizerFast) -> None:
-    parts = [
-        {"role": "user", "content": [{"type": "text", "text": " one "}, {"type": "text", "text": "two"}]}
-    ]
+    parts = [{"role": "user", "content": [{"type": "text", "text": " one "}, {"type": "text", "text": "two"}]}]
     ours, theirs = both(reference, TURNS, parts)
     assert ours == theirs == "<s><start_of_turn>user\nonetwo<end_of_turn>\n<start_of_turn>model\n"
     ours, theirs = both(reference, THINKING, [USER], variables={"enable_thinking": False})
@@ -160,10 +154,7 @@ def test_parts_and_variables_equal_those_of_transformers(reference: PreTrainedTo
 
 def test_variables_cannot_replace_the_conversation() -> None:
     template = ChatTemplate("{{ messages[0].content }}", {})
-    assert (
-        template.render([{"role": "user", "content": "mine"}], variables={"messages": [{"content": "x"}]})
-        == "mine"
-    )
+    assert template.render([{"role": "user", "content": "mine"}], variables={"messages": [{"content": "x"}]}) == "mine"
 
 
 ESCAPES = [
@@ -208,9 +199,7 @@ def test_a_namespace_has_no_underscore_names(source: str) -> None:
         ChatTemplate(source, SPECIAL).render([USER])
 
 
-@pytest.mark.parametrize(
-    "source", ["{% for %}", "{{ 'a' ", "{% generation %}", "{% nonsense %}", "{{ 1 | nofilter }}"]
-)
+@pytest.mark.parametrize("source", ["{% for %}", "{{ 'a' ", "{% generation %}", "{% nonsense %}", "{{ 1 | nofilter }}"])
 def test_a_malformed_template_is_a_bundle_error(source: str) -> None:
     with pytest.raises(BundleError, match="not a valid template") as caught:
         ChatTemplate(source, SPECIAL)

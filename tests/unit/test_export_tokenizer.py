@@ -170,9 +170,7 @@ def test_without_a_space_prefix_runs_of_spaces_match_longest_first(tmp_path: Pat
         (byte_level() | {"tokenizer.chat_template": 3}, "chat_template must be text"),
     ],
 )
-def test_incomplete_gguf_metadata_is_refused(
-    metadata: dict[str, Any] | None, message: str, tmp_path: Path
-) -> None:
+def test_incomplete_gguf_metadata_is_refused(metadata: dict[str, Any] | None, message: str, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=message) as caught:
         from_gguf(metadata, tmp_path)
     assert "\n" not in str(caught.value)
@@ -264,18 +262,14 @@ def test_older_files_are_converted(tmp_path: Path) -> None:
     assert exported.token_count == 258
 
 
-def test_conversion_without_transformers_says_what_to_install(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_conversion_without_transformers_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "tokenizer.model").write_bytes(b"")
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(CheckpointError, match=r"pip install 'oxidize-ort\[export\]'"):
         from_folder(tmp_path, tmp_path / "out")
 
 
-@pytest.mark.parametrize(
-    "content", ["{", "[]", "{}", '{"model": {"type": "BPE", "vocab": {}, "merges": []}}', "\xff"]
-)
+@pytest.mark.parametrize("content", ["{", "[]", "{}", '{"model": {"type": "BPE", "vocab": {}, "merges": []}}', "\xff"])
 def test_a_broken_tokenizer_json_is_refused(content: str, folder: Path, tmp_path: Path) -> None:
     (folder / "tokenizer.json").write_bytes(content.encode("latin-1"))
     with pytest.raises(CheckpointError, match=r"tokenizer\.json") as caught:

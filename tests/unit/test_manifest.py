@@ -160,6 +160,14 @@ def test_what_is_not_meant_is_refused(raw: dict[str, Any], path: str, value: Any
         parse_manifest(_change(raw, path, value))
 
 
+@pytest.mark.parametrize("value", ["x" * 10**6, [[[[[[["x" * 1000]]]]]]], {"k" * 10**5: 1}])
+def test_errors_stay_short_whatever_was_found(raw: dict[str, Any], value: Any) -> None:
+    for path in ("model.layers", "graphs.0", "schema_version", "generation.temperature"):
+        with pytest.raises(BundleError) as caught:
+            parse_manifest(_change(raw, path, value))
+        assert len(str(caught.value)) < 400
+
+
 @pytest.mark.parametrize("raw", [None, [], 3, "manifest", {}])
 def test_a_manifest_is_an_object_with_a_version(raw: Any) -> None:
     with pytest.raises(BundleError, match="schema_version is None"):

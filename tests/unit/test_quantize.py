@@ -117,7 +117,7 @@ def test_the_search_beats_plain_rounding_and_zero_points_beat_the_search(shape: 
         for other in (_plain(weight), dequantize(quantize(weight, 4)), dequantize(quantize(weight, 4, True)))
     )
     assert symmetric <= 0.93 * plain
-    assert free <= 0.92 * symmetric
+    assert free <= 0.908 * symmetric
 
 
 def _plain(weight: np.ndarray) -> np.ndarray:
