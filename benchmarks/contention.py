@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 from common import (
     PROMPTS,
@@ -18,7 +19,6 @@ from common import (
     Record,
     Spread,
     Timing,
-    add_runtime_options,
     benchmark_parser,
     interleave,
     ratios,
@@ -28,6 +28,7 @@ from fused import FusedLoop
 from ours import decode, encode, open_engine
 
 from oxidize.runtime.decoder import SpeculativeConfig
+from oxidize.runtime.engine import Engine
 
 _BUSY = "import os, sys; os.sched_setaffinity(0, {int(sys.argv[1])}); print(flush=True)\nwhile True: pass"
 IDLE, BUSY = "idle", "busy"
@@ -36,7 +37,7 @@ Decode = Callable[[], Timing]
 
 def parse_arguments() -> argparse.Namespace:
     parser = benchmark_parser(__doc__)
-    add_runtime_options(parser)
+    parser.add_argument("--bundle", type=Path, required=True, help="folder written by `oxidize export`")
     parser.add_argument("--spins", nargs="+", choices=("auto", "on", "off"), default=["auto", "on", "off"])
     parser.add_argument("--thread-counts", nargs="+", type=int, default=[1, 2])
     parser.add_argument("--tokens", type=int, default=64, help="timed tokens per run (default 64)")
@@ -58,20 +59,25 @@ def busy_core(core: int) -> Iterator[None]:
 def settings(arguments: argparse.Namespace) -> dict[str, Decode]:
     """One timed decode per setting, each with sessions of its own."""
     text = (PROMPTS / "decode.txt").read_text(encoding="utf-8")
+    engines = {
+        f"{threads} threads, spin {spin}": open_engine(
+            argparse.Namespace(bundle=arguments.bundle, threads=threads, spin=spin)
+        )
+        for threads in arguments.thread_counts
+        for spin in arguments.spins
+    }
+    prompt = encode(next(iter(engines.values())), text)
     config = SpeculativeConfig(draft_tokens_per_step=0, max_new_tokens=arguments.tokens + 1)
-    found: dict[str, Decode] = {}
-    prompt: list[int] = []
-    for threads in arguments.thread_counts:
-        for spin in arguments.spins:
-            options = argparse.Namespace(bundle=arguments.bundle, threads=threads, spin=spin)
-            engine = open_engine(options)
-            prompt = prompt or encode(engine, text)
-            run = lambda engine=engine: decode(engine.decoder, prompt, config).timing  # noqa: E731
-            found[f"{threads} threads, spin {spin}"] = run
-    bare = FusedLoop(arguments.bundle, max(arguments.thread_counts))
-    name = f"bare loop, {max(arguments.thread_counts)} threads, ORT defaults"
-    found[name] = lambda: bare.run(prompt, arguments.tokens)
-    return found
+
+    def decoding(engine: Engine) -> Decode:
+        return lambda: decode(engine.decoder, prompt, config).timing
+
+    threads = max(arguments.thread_counts)
+    bare = FusedLoop(arguments.bundle, threads)
+    return {
+        **{name: decoding(engine) for name, engine in engines.items()},
+        f"bare loop, {threads} threads, ORT defaults": lambda: bare.run(prompt, arguments.tokens),
+    }
 
 
 def both_ways(decodes: dict[str, Decode]) -> dict[str, Decode]:

@@ -89,7 +89,8 @@ def report(timings: dict[str, list[Timing]], host: dict[str, list[float]]) -> Js
         if share:
             results[name] |= {"host_share": Spread.of(share)}
         shown = Spread.of(share).text(1, 100) if share else "-"
-        rows.append((name, Spread.of(speeds).text(1), Spread.of(ratio).text(3), shown))
+        against = "-" if name == OURS else Spread.of(ratio).text(3)
+        rows.append((name, Spread.of(speeds).text(1), against, shown))
     print(table(rows))
     return results
 
@@ -114,7 +115,7 @@ def main() -> None:
         for kept in runs.values():
             kept.clear()
         timings = interleave(sides, arguments.repeats)
-        versions = {"onnxruntime-genai": peer.version for peer in peers.values()}
+        version = next((peer.version for peer in peers.values()), None)
     host = {name: [run.host_share for run in found] for name, found in runs.items()}
     same = timings[OURS][0].token_ids == timings[BARE][0].token_ids
     print(f"prompt {len(prompt)} tokens, {tokens} tokens timed, {arguments.repeats} repeats: median (low-high)")
@@ -123,6 +124,7 @@ def main() -> None:
     facts = {"prompt_tokens": len(prompt), "tokens": tokens, "same_tokens_as_bare_loop": same, "sides": results}
     host_ms = [run.stats.host_ms / run.stats.rounds for run in runs[OURS]]
     print(f"host time per greedy round: {median(host_ms) * 1e3:.0f} us")
+    versions = {"onnxruntime-genai": version} if version else {}
     print(f"written to {record.write('decode', facts, versions)}")
 
 

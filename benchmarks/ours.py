@@ -41,10 +41,8 @@ def open_engine(arguments: argparse.Namespace, draft: str = "none", exact: bool 
 
 def encode(engine: Engine, prompt: str, answer: str = "") -> list[int]:
     """Tokens of a prompt as `oxidize run` would read it (in the chat template, if any), and of the answer begun."""
-    if engine.has_template:
-        tokens = engine.encode_chat([{"role": "user", "content": prompt}])
-    else:
-        tokens = engine.encode(prompt)
+    messages = [{"role": "user", "content": prompt}]
+    tokens = engine.encode_chat(messages) if engine.has_template else engine.encode(prompt)
     return tokens + (engine.tokenizer.encode(answer, add_special=False) if answer else [])
 
 

@@ -1,7 +1,7 @@
 """One onnxruntime-genai model behind a line protocol, so that its decoding can be interleaved with ours.
 
-Start this file with the Python of an environment that has onnxruntime-genai; it imports nothing of this
-project:
+Start this file with the Python of an environment that has onnxruntime-genai; of this project it imports only the
+standard-library helpers in common.py beside it:
 
     peer-env/bin/python benchmarks/peers_genai.py GENAI_FOLDER --prompt prompt.json
 
@@ -32,10 +32,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import onnxruntime_genai as genai
-
-SETTLE_STEP_S = 0.02
-SETTLE_LIMIT_S = 2.0
-IDLE_SHARE = 0.05
+from common import wait_until_idle
 
 
 class RequestError(Exception):
@@ -87,16 +84,6 @@ class GenaiDecoder:
         # min_length keeps the end token out until the last timed step; it costs one write a step.
         params.set_search_options(do_sample=False, max_length=self._max_length, min_length=length + 1)
         return genai.Generator(self._model, params)
-
-
-def wait_until_idle() -> None:
-    """Sleep until this process's threads have stopped spinning, SETTLE_LIMIT_S at most."""
-    deadline = time.monotonic() + SETTLE_LIMIT_S
-    while time.monotonic() < deadline:
-        cpu = time.process_time()
-        time.sleep(SETTLE_STEP_S)
-        if time.process_time() - cpu < IDLE_SHARE * SETTLE_STEP_S:
-            return
 
 
 def parse_ids(text: str) -> list[int]:

@@ -24,6 +24,10 @@ WARM, COLD, FIRST = "warm", "cold", "first"
 _PROMPT = "Name three things one can see from a lighthouse."
 
 
+class ExportError(Exception):
+    """An export failed; the text is the end of what it printed."""
+
+
 @dataclass(frozen=True, slots=True)
 class Finished:
     """One export: seconds and peak resident memory in MB (that of this script is its least)."""
@@ -93,7 +97,7 @@ def start_sides(arguments: argparse.Namespace, cache: str) -> dict[str, Callable
 
 
 def run_export(command: Sequence[str], folder: Path) -> Finished:
-    """Run an export in `folder` and wait for it; SystemExit with the end of its output when it fails."""
+    """Run an export in `folder` and wait for it; ExportError with the end of its output when it fails."""
     with (folder / "log").open("w+b") as log:
         started = time.perf_counter()
         process = subprocess.Popen(command, stdout=log, stderr=log, cwd=folder)
@@ -102,7 +106,7 @@ def run_export(command: Sequence[str], folder: Path) -> Finished:
         process.returncode = os.waitstatus_to_exitcode(status)
         if process.returncode:
             log.seek(0)
-            raise SystemExit(f"{command} failed:\n{log.read().decode(errors='replace')[-2000:]}")
+            raise ExportError(log.read().decode(errors="replace")[-1000:].strip())
     unit = 1e6 if sys.platform == "darwin" else 1e3  # ru_maxrss is in bytes there, in KiB elsewhere
     return Finished(elapsed, usage.ru_maxrss / unit)
 
@@ -151,7 +155,7 @@ def measure_commands(arguments: argparse.Namespace) -> Json:
 
 def measure_exports(arguments: argparse.Namespace) -> Json:
     """Seconds and megabytes of each export."""
-    sides = export_sides(arguments)
+    sides = {name: run for name, run in export_sides(arguments).items() if _works(name, run)}
     if not sides:
         return {}
     found = interleave(sides, arguments.repeats, "export")
@@ -164,6 +168,16 @@ def measure_exports(arguments: argparse.Namespace) -> Json:
     }
     report("export", spreads, 1)
     return dict(spreads)
+
+
+def _works(name: str, export: Callable[[], Finished]) -> bool:
+    """Run an export once, as a warm-up; one that fails is left out, and said so."""
+    try:
+        export()
+    except ExportError as error:
+        print(f"\n{name} is left out, it failed: {error}")
+        return False
+    return True
 
 
 def main() -> None:
