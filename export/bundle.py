@@ -111,7 +111,8 @@ def _is_folder_name(name: str) -> bool:
 def estimate_bytes(config: ModelConfig, plan: ExportPlan) -> int:
     """About how many bytes the weights of a bundle take."""
     q_size, kv_size = config.heads * config.head_dim, config.kv_heads * config.head_dim
-    sizes = {"qkv": q_size + 2 * kv_size, "o": q_size} | dict.fromkeys(("gate", "up", "down"), config.intermediate_size)
+    inner = config.intermediate_size
+    sizes = {"qkv": q_size + 2 * kv_size, "o": q_size, "gate_up": 2 * inner, "down": inner}
     wide = plan.wide_parts(config)
     layer = sum(
         config.hidden_size * size * _weight_bytes(plan, 8 if part in wide else 4) for part, size in sizes.items()

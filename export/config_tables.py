@@ -54,7 +54,7 @@ IMAGE_KEYS = (
 )
 
 _NAMES = """
-_name_or_path name_or_path architectures model_type transformers_version transformers.js_config
+_name_or_path _model_name_or_path name_or_path architectures model_type transformers_version transformers.js_config
 torch_dtype dtype is_llama_config unsloth_version unsloth_fixed _commit_hash task_specific_params
 problem_type finetuning_task id2label label2id num_labels
 """

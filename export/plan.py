@@ -8,7 +8,7 @@ from oxidize.runtime.errors import UsageError
 from .config import ModelConfig
 
 PRECISIONS = ("fp32", "fp16", "int4")
-PARTS = ("qkv", "o", "gate", "up", "down")  # the matrices of a layer
+PARTS = ("qkv", "o", "gate_up", "down")  # the matrices of a layer
 SMALL_MODEL = 500_000_000  # weights in the layers
 
 

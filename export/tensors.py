@@ -48,7 +48,7 @@ class StoredBlocks:
 class Projection:
     """Linear maps of one input, stacked: weights [rows[i], columns] by name, without the ".weight".
 
-    part: which matrix of a layer it is ("qkv", "o", "gate", "up", "down"), or "table".
+    part: which matrix of a layer it is ("qkv", "o", "gate_up", "down"), or "table".
     """
 
     part: str

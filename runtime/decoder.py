@@ -107,7 +107,8 @@ class SpeculativeDecoder:
         self.drafter: Drafter | None = DraftModel(draft) if isinstance(draft, Target) else draft
         self.stats = SpeculativeStats()
         self._cost = self._prior_cost()
-        self._cached: list[int] = []
+        self._cached: list[int] = []  # the text behind what the target's cache holds
+        self._observed: list[int] = []  # the text the drafter saw
 
     def generate(
         self, prompt: Sequence[int], params: SamplingParams | None = None, eos: Collection[int] = ()
@@ -142,28 +143,23 @@ class SpeculativeDecoder:
         generation.stats.cached_tokens = self._reuse(prompt)
         self._describe(generation.stats, config)
         if drafter is not None:
-            drafter.rewind(self._common(prompt))
+            drafter.rewind(_common_prefix(prompt, self._observed))
             drafter.observe(prompt)
+            self._observed = generation.committed
         self.stats, self._cached = generation.stats, generation.committed
         return generation
 
     def _finish(self, generation: Generation) -> None:
         if self.drafter is not None:
             generation.stats.draft_forward_passes = self.drafter.passes - self._draft_passes
-        self._cached = generation.committed
 
     def _policy(self, config: SpeculativeConfig) -> Policy:
         drafts = config.draft_tokens_per_step if self.drafter is not None else 0
         bounds = PolicyConfig(drafts, config.min_acceptance_rate, config.adaptive)
         return Policy(bounds, self._cost, free=self.drafter is None or self.drafter.free)
 
-    def _common(self, prompt: list[int]) -> int:
-        """Length of the common prefix of the prompt and the last text, its last token left out."""
-        most = min(len(prompt) - 1, len(self._cached))
-        return next((i for i in range(most) if prompt[i] != self._cached[i]), most)
-
     def _reuse(self, prompt: list[int]) -> int:
-        kept = min(self._common(prompt), self.target.cache.lengths[self.slot])
+        kept = min(_common_prefix(prompt, self._cached), self.target.cache.lengths[self.slot])
         self.target.cache.rewind_to(self.slot, kept)
         self._draft_passes = self.drafter.passes if self.drafter is not None else 0
         return kept
@@ -177,6 +173,12 @@ class SpeculativeDecoder:
     def _prior_cost(self) -> PassCost:
         precision = self.target.bundle.manifest.precision if isinstance(self.target, Target) else "fp32"
         return prior_cost(precision)
+
+
+def _common_prefix(prompt: list[int], before: list[int]) -> int:
+    """Length of the common prefix of a prompt and an earlier text, the prompt's last token left out."""
+    most = min(len(prompt) - 1, len(before))
+    return next((i for i in range(most) if prompt[i] != before[i]), most)
 
 
 def check_prompt(prompt: Sequence[int], context: int) -> None:

@@ -118,16 +118,17 @@ def generate(target: TargetModel, sequence: Generation, chunk: int = PREFILL_CHU
     prefill(target, sequence, chunk)
     (emission,) = play_round(target, [sequence])
     clock = _Clock(target, sequence, start, len(emission.tokens))
-    yield emission
-    while emission.finish_reason is None:
-        (emission,) = play_round(target, [sequence])
-        clock.stop()
+    try:
         yield emission
-    clock.stop()
+        while emission.finish_reason is None:
+            (emission,) = play_round(target, [sequence])
+            yield emission
+    finally:
+        clock.stop()
 
 
 class _Clock:
-    """Keeps the time fields of the stats current; decode time starts when the first round is over."""
+    """Fills in the time fields of the stats; decode time starts when the first round is over."""
 
     def __init__(self, target: TargetModel, sequence: Generation, start: int, first: int) -> None:
         self._stats, self._sequence = sequence.stats, sequence
@@ -190,13 +191,13 @@ def _accept(turn: _Turn, logits: np.ndarray) -> Acceptance:
     """Apply the acceptance rule to logits [k+1, V]."""
     sequence, position = turn.sequence, len(turn.sequence.committed)
     key = NoiseKey(sequence.params.seed, sequence.choice)
-    best = logits.argmax(axis=1)  # [k+1]; NaN wins an argmax, so this also finds NaN
-    if np.isnan(logits[np.arange(len(best)), best]).any():
+    best = logits.argmax(axis=1).tolist()  # [k+1]; NaN wins an argmax, so this also finds NaN
+    if any(value != value for value in map(logits.item, range(len(best)), best)):
         raise OxidizeError("the target produced NaN logits; check the bundle with `oxidize verify`")
 
     def law_at(row: int) -> Law:
         if sequence.params.greedy:
-            return Law.one_hot(int(best[row]))
+            return Law.one_hot(best[row])
         return law_of(logits[row], sequence.params)
 
     # A proposal without a law is certain, and for those the match rule accepts just as often as the reject rule, and

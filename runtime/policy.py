@@ -5,7 +5,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 
-_SMOOTHING = 0.15
 _WINDOW_ROUNDS = 32
 _WINDOW_TOKENS = 24  # evidence needed before the window may end speculation
 _LONG_CONTEXT = 8  # a free proposal with this much behind it is tried even in Fallback
@@ -24,15 +23,19 @@ class State(StrEnum):
 
 
 class PassCost:
-    """Milliseconds of a target pass by its number of rows, learned while decoding.
+    """Milliseconds of a target pass by its number of rows M, learned while decoding: scale * shape(M).
 
-    Until a width has been seen its cost follows from a prior shape, T(M) = T(1) * (1 + first + slope * (M - 2)), scaled
-    to the nearest width that has been seen.
+    The shape begins as 1 + first + slope * (M - 2), and 1 for one row, and learns slowly; the scale follows every pass
+    fast. So a busy spell of the machine slows all widths alike and decides nothing, and a width that once looked slow
+    is forgotten little by little and tried again.
     """
+
+    _FAST, _SLOW, _FORGET = 0.4, 0.06, 0.003
 
     def __init__(self, first: float, slope: float) -> None:
         self._first, self._slope = first, slope
-        self._seen: dict[int, float] = {}
+        self._shape: dict[int, float] = {}
+        self._scale: float | None = None
         self._warm: set[int] = set()
 
     def observe(self, width: int, milliseconds: float) -> None:
@@ -40,26 +43,23 @@ class PassCost:
         if width not in self._warm:
             self._warm.add(width)
             return
-        old = self._seen.get(width)
-        if old is None:
-            self._seen[width] = milliseconds
-        else:  # a slow outlier says more about the machine than about the pass
-            self._seen[width] = old + _SMOOTHING * (min(milliseconds, 2 * old) - old)
+        shape = self._shape.setdefault(width, self._prior(width))
+        scale = self._scale = milliseconds / shape if self._scale is None else self._scale
+        milliseconds = min(milliseconds, 2 * scale * shape)  # an outlier says more about the machine than the pass
+        scale = self._scale = scale + self._FAST * (milliseconds / shape - scale)
+        self._shape[width] = shape + self._SLOW * (milliseconds / scale - shape)
+        for other in self._shape:
+            if other != width:
+                self._shape[other] += self._FORGET * (self._prior(other) - self._shape[other])
 
     def estimate(self, width: int) -> float:
         """Expected milliseconds of a pass of `width` rows (relative to one row before anything was seen)."""
-        if width in self._seen:
-            return self._seen[width]
-        prior = self._prior(width)
-        if not self._seen:
-            return prior
-        nearest = min(self._seen, key=lambda seen: (abs(seen - width), seen))
-        return self._seen[nearest] * prior / self._prior(nearest)
+        return (self._scale or 1.0) * self._shape.get(width, self._prior(width))
 
     @property
     def plain_ms(self) -> float | None:
         """Milliseconds of a one-row pass, when one has been seen."""
-        return self._seen.get(1)
+        return self.estimate(1) if 1 in self._shape else None
 
     def _prior(self, width: int) -> float:
         return 1.0 if width <= 1 else 1.0 + self._first + self._slope * (width - 2)

@@ -10,6 +10,7 @@ from time import perf_counter_ns
 from typing import Any
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from .contracts import GraphContract, TensorSpec
 from .errors import BundleError, ProviderError, UsageError
@@ -106,7 +107,7 @@ class Tensor:
             self.value.update_inplace(np.zeros(shape, self.dtype))
         self.pointer: int = self.value.data_ptr()
 
-    def write(self, array: np.ndarray) -> None:
+    def write(self, array: ArrayLike) -> None:
         """Replace the whole content (host to device)."""
         if self.host is not None:
             self.host[...] = array

@@ -40,13 +40,27 @@ class _Layout:
 
 
 @dataclass(slots=True)
+class _Head:
+    """The head bound for a number of rows; `chosen` are the rows last written to it."""
+
+    binding: Binding
+    rows: Tensor
+    chosen: list[int] | None = None
+
+    def choose(self, rows: list[int]) -> None:
+        if rows != self.chosen:
+            self.rows.write(rows)
+            self.chosen = rows
+
+
+@dataclass(slots=True)
 class _Pass:
     """Bindings and small inputs of one layout; heads are keyed by the number of rows they score."""
 
     embed: Binding
     body: Binding
     inputs: dict[str, Tensor]
-    heads: dict[int, tuple[Binding, Tensor]]
+    heads: dict[int, _Head]
 
 
 class Target:
@@ -161,27 +175,28 @@ class Target:
     def _fill(self, inputs: dict[str, Tensor], layout: _Layout, requests: Sequence[Rows]) -> None:
         ids = inputs["input_ids"].host
         assert ids is not None
-        past = np.array(self.cache.lengths[layout.low : layout.high], np.int64)  # [B]
-        counts = np.zeros(layout.batch, np.int64)  # [B] rows per slot, spare ones included
+        past = self.cache.lengths[layout.low : layout.high]  # [B]
+        counts = [0] * layout.batch  # [B] rows per slot, spare ones included
         if len(requests) < layout.batch or layout.batch > 1:
             ids.fill(0)
         for request in requests:
             row, tokens = request.slot - layout.low, request.tokens
             ids[row, : len(tokens)] = tokens
-            ids[row, len(tokens) : self.floor] = tokens[-1]
+            if len(tokens) < self.floor:
+                ids[row, len(tokens) : self.floor] = tokens[-1]
             counts[row] = max(len(tokens), self.floor)
         if "seqlens_k" in inputs:
             _fill_ort(inputs, past, counts)
         else:
-            _fill_std(inputs, past, layout.width, self.bundle.manifest.model.max_positions, self._window)
+            _fill_std(inputs, np.array(past), layout.width, self.bundle.manifest.model.max_positions, self._window)
 
     def _score(self, current: _Pass, layout: _Layout, requests: Sequence[Rows], wanted: int) -> list[np.ndarray]:
         if not wanted:
             return [self._logits.tensor.read()[:0, : self.token_count] for _ in requests]
         count = max(wanted, self.floor)
-        binding, rows = current.heads.get(count) or self._bind_head(current, layout, count)
-        rows.write(_row_indices(layout, requests, count))
-        self.head.run(binding)
+        head = current.heads.get(count) or self._bind_head(current, layout, count)
+        head.choose(_row_indices(layout, requests, count))
+        self.head.run(head.binding)
         logits = self._logits.tensor.read()
         result, start = [], 0
         for request in requests:
@@ -189,31 +204,30 @@ class Target:
             start += request.wanted
         return result
 
-    def _bind_head(self, current: _Pass, layout: _Layout, count: int) -> tuple[Binding, Tensor]:
+    def _bind_head(self, current: _Pass, layout: _Layout, count: int) -> _Head:
         facts = self.bundle.manifest.model
-        rows = Tensor((count,), "int64", _CPU)
-        head = self.head.binding()
-        head.bind_input("hidden", self._hidden.tensor, (layout.batch * layout.width, facts.hidden_size))
-        head.bind_input("rows", rows, (count,))
-        head.bind_output("logits", self._logits.tensor, (count, facts.vocab_size))
-        current.heads[count] = head, rows
-        return head, rows
+        head = current.heads[count] = _Head(self.head.binding(), Tensor((count,), "int64", _CPU))
+        shape = (layout.batch * layout.width, facts.hidden_size)
+        head.binding.bind_input("hidden", self._hidden.tensor, shape)
+        head.binding.bind_input("rows", head.rows, (count,))
+        head.binding.bind_output("logits", self._logits.tensor, (count, facts.vocab_size))
+        return head
 
 
-def _row_indices(layout: _Layout, requests: Sequence[Rows], count: int) -> np.ndarray:
+def _row_indices(layout: _Layout, requests: Sequence[Rows], count: int) -> list[int]:
     """Flat indices [count] of the rows to score; spare entries repeat the last one."""
     indices: list[int] = []
     for request in requests:
         end = (request.slot - layout.low) * layout.width + len(request.tokens)
         indices.extend(range(end - request.wanted, end))
     indices.extend(indices[-1:] * (count - len(indices)))
-    return np.array(indices, np.int64)
+    return indices
 
 
-def _fill_ort(inputs: dict[str, Tensor], past: np.ndarray, counts: np.ndarray) -> None:
-    totals = np.maximum(past + counts, 1)  # [B]
-    inputs["seqlens_k"].write(totals - 1)
-    inputs["total_sequence_length"].write(totals.max())
+def _fill_ort(inputs: dict[str, Tensor], past: list[int], counts: list[int]) -> None:
+    totals = [max(length + count, 1) for length, count in zip(past, counts, strict=True)]
+    inputs["seqlens_k"].write([total - 1 for total in totals])
+    inputs["total_sequence_length"].write(max(totals))
     if "query_seqlens" in inputs:
         inputs["query_seqlens"].write(counts)
 

@@ -34,23 +34,55 @@ def test_first_sample_of_a_width_is_discarded():
     assert cost.plain_ms == 10.0
 
 
-def test_unseen_widths_follow_the_prior_from_the_nearest_seen_one():
+def test_unseen_widths_follow_the_prior_at_the_scale_seen():
     cost = PassCost(0.25, 0.30)
     assert cost.estimate(1) == 1.0
     for _ in range(2):
         cost.observe(1, 10.0)
     assert cost.estimate(2) == pytest.approx(12.5)
     assert cost.estimate(4) == pytest.approx(18.5)
-    for _ in range(2):
-        cost.observe(4, 40.0)
-    assert cost.estimate(5) == pytest.approx(40.0 * 2.15 / 1.85)
+
+
+def test_the_shape_is_learned_where_it_differs_from_the_prior():
+    cost = PassCost(0.25, 0.30)
+    for _ in range(100):
+        cost.observe(1, 10.0)
+        cost.observe(8, 15.0)
+    assert cost.estimate(8) / cost.estimate(1) == pytest.approx(1.5, rel=0.1)
+
+
+def test_a_busy_spell_slows_all_widths_alike():
+    cost = flat_cost(0.3)
+    for _ in range(50):
+        cost.observe(1, 1.0)
+        cost.observe(5, 2.2)
+    before = cost.estimate(5) / cost.estimate(1)
+    for _ in range(10):
+        cost.observe(5, 8.8)
+    assert cost.estimate(5) > 4
+    for _ in range(8):
+        cost.observe(1, 1.0)
+    assert cost.estimate(5) / cost.estimate(1) == pytest.approx(before, rel=0.35)
+
+
+def test_a_width_that_looked_slow_is_tried_again():
+    """Ten slow rounds with a draft that is always right must not end drafting."""
+    made = policy(slope=0.3)
+    ks = []
+    for turn in range(200):
+        k = made.choose(8, 20)
+        slow = 4 if 20 <= turn < 30 else 1
+        made.cost.observe(1 + k, slow * (1 + 0.3 * k))
+        made.record(k, k, 20) if k else made.record_unused(True, 20)
+        ks.append(k)
+    assert min(ks[60:]) >= 6
 
 
 def test_a_slow_outlier_moves_the_estimate_little():
     cost = PassCost(0.2, 0.2)
     for milliseconds in (10, 10, 10, 500):
         cost.observe(1, milliseconds)
-    assert cost.estimate(1) < 12
+    assert cost.estimate(1) < 15
 
 
 def test_free_verification_drafts_everything_and_dear_verification_nothing():
