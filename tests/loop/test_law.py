@@ -1,4 +1,4 @@
-"""Sampled speculation has the target's law: chi-square over 20,000 seeded texts, and equal texts under the match rule."""
+"""Sampled speculation has the target's law: chi-square over 20,000 seeded texts; under the match rule, equal texts."""
 
 import itertools
 from collections import Counter
