@@ -38,7 +38,7 @@ def reference_greedy(model, tokens: list[int], count: int) -> tuple[list[int], l
     past, inputs, answer, rows = None, tokens, [], []
     for _ in range(count):
         with torch.no_grad():
-            output = model(torch.tensor([inputs]), past_key_values=past, use_cache=True)
+            output = model(torch.tensor([inputs]), past_key_values=past)
         past, row = output.past_key_values, output.logits[0, -1].numpy()
         rows.append(row)
         answer.append(int(row.argmax()))
