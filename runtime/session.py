@@ -2,6 +2,7 @@
 
 import importlib
 import logging
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -90,6 +91,22 @@ def _preload_cuda(ort: Any) -> None:
 
 def _has_gpu() -> bool:
     return Path("/proc/driver/nvidia/version").exists() or Path("/dev/nvidiactl").exists() or os.name == "nt"
+
+
+def usable_cores() -> int:
+    """Physical cores this process may run on, bounded by a container's CPU quota; at least 1."""
+    allowed = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
+    siblings = {_read(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list", str(cpu)) for cpu in allowed}
+    quota, _, period = _read("/sys/fs/cgroup/cpu.max", "max 100000").partition(" ")
+    limit = math.ceil(int(quota) / int(period)) if quota.isdigit() and period.isdigit() else len(siblings)
+    return max(1, min(len(siblings), limit))
+
+
+def _read(path: str, default: str) -> str:
+    try:
+        return Path(path).read_text(encoding="ascii").strip()
+    except OSError:
+        return default
 
 
 class Tensor:
@@ -215,7 +232,8 @@ def _create(ort: Any, path: Path, provider: str, options: RuntimeOptions, light:
     if provider != "cpu":
         _preload_cuda(ort)
     settings = ort.SessionOptions()
-    settings.intra_op_num_threads = options.threads
+    # 0 would let ONNX Runtime pin its workers to cores, where they collide with the calling thread.
+    settings.intra_op_num_threads = options.threads or usable_cores()
     settings.inter_op_num_threads = 1
     settings.enable_mem_pattern = False
     settings.log_severity_level = 3

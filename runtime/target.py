@@ -10,6 +10,7 @@ from .cache import CacheShape, KVCache
 from .contracts import TensorSpec
 from .errors import BundleError, UsageError
 from .manifest import GraphEntry
+from .memory import collapse_in_background
 from .session import Arena, Binding, Device, GraphSession, RuntimeOptions, Tensor, check_version, resolve_provider
 
 PREFILL_CHUNK = 512
@@ -91,6 +92,8 @@ class Target:
         self._passes: dict[_Layout, _Pass] = {}
         self._generation = -1
         self.passes = 0
+        if self.body.device.is_cpu:
+            collapse_in_background()
 
     def forward(self, requests: Sequence[Rows]) -> list[np.ndarray]:
         """Append each request's tokens to its slot in one pass.
