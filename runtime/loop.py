@@ -198,7 +198,7 @@ def _accept(turn: _Turn, logits: np.ndarray) -> Acceptance:
     def law_at(row: int) -> Law:
         if sequence.params.greedy:
             return Law.one_hot(best[row])
-        return law_of(logits[row], sequence.params)
+        return law_of(logits[row], sequence.params, best[row])
 
     # A proposal without a law is certain, and for those the match rule accepts just as often as the reject rule, and
     # keeps the text a function of the seed alone.

@@ -128,13 +128,13 @@ def _race(noise: np.ndarray, probs: np.ndarray, limit: float) -> tuple[int, floa
     return int(runners[first]), float(times[first])
 
 
-def law_of(logits: np.ndarray, params: SamplingParams) -> Law:
-    """Return the law of one row of logits, float32 [V]; V >= 1, -inf forbids a token.
+def law_of(logits: np.ndarray, params: SamplingParams, top: int | None = None) -> Law:
+    """Return the law of one row of logits, float32 [V]; V >= 1, -inf forbids a token. `top` is its argmax, if known.
 
     Raises OxidizeError when the row holds NaN or +inf, or forbids every token.
     """
     row = np.asarray(logits, dtype=np.float32)
-    top = int(row.argmax())
+    top = int(row.argmax()) if top is None else top
     peak = float(row[top])
     if not math.isfinite(peak):
         raise OxidizeError(_why_not_finite(row, peak))
