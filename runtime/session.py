@@ -22,7 +22,7 @@ PROVIDERS = {
     "tensorrt": "TensorrtExecutionProvider",
 }
 SPIN_MODES = ("auto", "on", "off")
-_SPIN_AUTO_US = "5"  # long enough to bridge the gap between two nodes, too short to starve a neighbour
+_SPIN_AUTO_US = "10"  # long enough to bridge the gap between two nodes, too short to starve a neighbour
 _LOG = logging.getLogger("oxidize")
 _INSTALL = "install one of `pip install 'oxidize-ort[cpu]'` and `pip install 'oxidize-ort[gpu]'`"
 
