@@ -29,7 +29,7 @@ lint: $(VENV)/.dev
 	$(BIN)/ruff check $(SOURCES)
 
 type: $(VENV)/.dev .typing/oxidize
-	$(BIN)/pyright
+	$(BIN)/pyright --pythonpath $(BIN)/python
 
 bench: $(VENV)/.dev $(SMOLLM2)
 	@$(EXPORT_DEMO)

@@ -94,7 +94,7 @@ def test_the_glossary_settles_these() -> None:
 @pytest.mark.parametrize("path", PAGES, ids=_name)
 def test_files_that_are_named_exist(path: Path) -> None:
     """`folder/file.py` in prose, from the root or from one of the folders a page may be speaking of."""
-    folders = [ROOT / name for name in (".", "runtime", "export", "export/models")]
+    folders = [ROOT / name for name in (".", "runtime", "export", "export/models", "benchmarks")]
     for name in re.findall(r"`((?:[\w.-]+/)*[\w-]+\.py)`", path.read_text(encoding="utf-8")):
         assert any((folder / name).exists() for folder in folders), f"{_name(path)}: {name}"
 
