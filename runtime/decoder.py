@@ -107,7 +107,7 @@ class SpeculativeDecoder:
         self.drafter: Drafter | None = DraftModel(draft) if isinstance(draft, Target) else draft
         self.stats = SpeculativeStats()
         self._cost = self._prior_cost()
-        self._cached: list[int] = []  # the text behind what the target's cache holds
+        self._draft_passes = 0  # of the drafter, when the current text began
         self._observed: list[int] = []  # the text the drafter saw
 
     def generate(
@@ -146,7 +146,7 @@ class SpeculativeDecoder:
             drafter.rewind(_common_prefix(prompt, self._observed))
             drafter.observe(prompt)
             self._observed = generation.committed
-        self.stats, self._cached = generation.stats, generation.committed
+        self.stats = generation.stats
         return generation
 
     def _finish(self, generation: Generation) -> None:
@@ -159,7 +159,7 @@ class SpeculativeDecoder:
         return Policy(bounds, self._cost, free=self.drafter is None or self.drafter.free)
 
     def _reuse(self, prompt: list[int]) -> int:
-        kept = min(_common_prefix(prompt, self._cached), self.target.cache.lengths[self.slot])
+        kept = _common_prefix(prompt, self.target.held(self.slot))
         self.target.cache.rewind_to(self.slot, kept)
         self._draft_passes = self.drafter.passes if self.drafter is not None else 0
         return kept

@@ -36,6 +36,10 @@ class TargetModel(Protocol):
         """Append tokens, return logits [wanted, V] per request."""
         ...
 
+    def held(self, slot: int) -> list[int]:
+        """The tokens behind what the slot's cache holds."""
+        ...
+
 
 @dataclass(slots=True)
 class Generation:
@@ -193,7 +197,7 @@ def _accept(turn: _Turn, logits: np.ndarray) -> Acceptance:
     key = NoiseKey(sequence.params.seed, sequence.choice)
     best = logits.argmax(axis=1).tolist()  # [k+1]; NaN wins an argmax, so this also finds NaN
     if any(value != value for value in map(logits.item, range(len(best)), best)):
-        raise OxidizeError("the target produced NaN logits; check the bundle with `oxidize verify`")
+        raise OxidizeError("the target produced NaN logits: the model overflowed; export it with a wider precision")
 
     def law_at(row: int) -> Law:
         if sequence.params.greedy:

@@ -91,6 +91,7 @@ class Target:
         self._logits = Arena((facts.vocab_size,), "float32", _CPU)
         self._passes: dict[_Layout, _Pass] = {}
         self._generation = -1
+        self._tokens: list[list[int]] = [[] for _ in range(slots)]
         self.passes = 0
         if self.body.device.is_cpu:
             collapse_in_background()
@@ -108,8 +109,18 @@ class Target:
         self.body.run(current.body)
         self.passes += 1
         for request in requests:
-            self.cache.advance(request.slot, len(request.tokens))
+            self._remember(request)
         return self._score(current, layout, requests, wanted)
+
+    def held(self, slot: int) -> list[int]:
+        """The tokens behind what the slot's cache holds, whoever put them there."""
+        return self._tokens[slot][: self.cache.lengths[slot]]
+
+    def _remember(self, request: Rows) -> None:
+        tokens = self._tokens[request.slot]
+        del tokens[self.cache.lengths[request.slot] :]
+        tokens.extend(request.tokens)
+        self.cache.advance(request.slot, len(request.tokens))
 
     def ort_ns(self) -> dict[str, int]:
         """Nanoseconds spent in each session so far, by role."""

@@ -61,6 +61,9 @@ class FakeTarget:
         self.passes = 0
         self.widths: list[int] = []
 
+    def held(self, slot: int) -> list[int]:
+        return self.cache.rows[slot][: self.cache.lengths[slot]]
+
     def forward(self, requests: Sequence[Rows]) -> list[np.ndarray]:
         self.passes += 1
         result = []

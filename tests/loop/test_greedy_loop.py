@@ -114,6 +114,16 @@ def test_second_prompt_reuses_the_common_prefix():
     assert decoder.stats.cached_tokens == 2
 
 
+def test_two_decoders_may_share_a_target():
+    """What the cache holds is the target's knowledge: another decoder's text is never taken for one's own."""
+    target = FakeTarget()
+    first, second = (SpeculativeDecoder(target, NgramDrafter(), config(3, 10)) for _ in range(2))
+    for prompt in ([1, 2, 3, 4], [5, 2, 3, 4, 6], [1, 2, 3, 4, 7]):
+        for decoder in (first, second, first):
+            assert decoder.generate(prompt) == plain(hashed_logits, prompt, 10)
+            prompt = [*prompt[::-1], 8]
+
+
 def test_abandoned_stream_leaves_the_decoder_usable():
     decoder = SpeculativeDecoder(FakeTarget(), NgramDrafter(), config(3, 30))
     stream = decoder.stream([1, 2, 3])
