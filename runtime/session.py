@@ -191,21 +191,21 @@ class Binding:
     def __init__(self, io: Any, device: Device) -> None:
         self._io, self._device = io, device
         self._raw = io._iobinding
-        self._kept: list[Tensor] = []  # keeps what ORT points at alive
+        self._kept: dict[tuple[str, str], Tensor] = {}  # keeps what ORT points at alive
 
     def bind_input(self, name: str, tensor: Tensor, shape: tuple[int, ...], offset: int = 0) -> None:
         """Bind a prefix of `tensor`, starting `offset` elements in, read as `shape`."""
         pointer = tensor.pointer + offset * tensor.dtype.itemsize
         device = tensor.device
         self._io.bind_input(name, device.kind, device.id, tensor.dtype, list(shape), pointer)
-        self._kept.append(tensor)
+        self._kept["in", name] = tensor
 
     def bind_output(self, name: str, tensor: Tensor, shape: tuple[int, ...], offset: int = 0) -> None:
         """Have the output written into a prefix of `tensor`, read as `shape`."""
         pointer = tensor.pointer + offset * tensor.dtype.itemsize
         device = tensor.device
         self._io.bind_output(name, device.kind, device.id, tensor.dtype, list(shape), pointer)
-        self._kept.append(tensor)
+        self._kept["out", name] = tensor
 
     def run(self, session: Any) -> None:
         """Run the session on what is bound."""

@@ -1,4 +1,4 @@
-"""A model ready to run: embed, body and head sessions over one KV cache. Knows nothing about drafting or sampling."""
+"""A model ready to run: its sessions over one KV cache. Knows nothing about drafting or sampling."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -41,27 +41,16 @@ class _Layout:
 
 
 @dataclass(slots=True)
-class _Head:
-    """The head bound for a number of rows; `chosen` are the rows last written to it."""
-
-    binding: Binding
-    rows: Tensor
-    chosen: list[int] | None = None
-
-    def choose(self, rows: list[int]) -> None:
-        if rows != self.chosen:
-            self.rows.write(rows)
-            self.chosen = rows
-
-
-@dataclass(slots=True)
 class _Pass:
-    """Bindings and small inputs of one layout; heads are keyed by the number of rows they score."""
+    """The bindings of one layout by role, and its small inputs by name.
 
-    embed: Binding
-    body: Binding
+    The head's `rows` and logits are bound again whenever their number changes.
+    """
+
+    bindings: dict[str, Binding]
     inputs: dict[str, Tensor]
-    heads: dict[int, _Head]
+    rows: Tensor | None = None
+    chosen: list[int] | None = None  # the rows last written
 
 
 class Target:
@@ -77,23 +66,21 @@ class Target:
         facts = bundle.manifest.model
         self.token_count = facts.token_count
         self.context = facts.max_positions - (floor - 1)
-        entries = _choose_graphs(bundle, self.provider, slots)
-        self.body_entry = entries["body"]
-        self.embed, self.body, self.head = (
-            _open(bundle, entries[role], self.provider, options, light=role != "body")
-            for role in ("embed", "body", "head")
-        )
-        dtype = self.body_entry.contract.outputs[0].dtype
-        self.cache = KVCache(CacheShape(facts.layers, facts.kv_heads, facts.head_dim, dtype), slots, self.body.device)
+        self.sessions = {
+            role: _open(bundle, entry, self.provider, options, light=role != "body")
+            for role, entry in _choose_graphs(bundle, self.provider, slots).items()
+        }
+        body = self.sessions["body"]
+        self.device, dtype = body.device, body.contract.outputs[0].dtype
+        self.cache = KVCache(CacheShape(facts.layers, facts.kv_heads, facts.head_dim, dtype), slots, self.device)
         self._window = facts.sliding_window
-        self._embeds = Arena((facts.hidden_size,), dtype, self.body.device)
-        self._hidden = Arena((facts.hidden_size,), dtype, self.body.device)
+        self._arenas = {name: Arena((facts.hidden_size,), dtype, self.device) for name in ("inputs_embeds", "hidden")}
         self._logits = Arena((facts.vocab_size,), "float32", _CPU)
         self._passes: dict[_Layout, _Pass] = {}
         self._generation = -1
         self._tokens: list[list[int]] = [[] for _ in range(slots)]
         self.passes = 0
-        if self.body.device.is_cpu:
+        if self.device.is_cpu:
             collapse_in_background()
 
     def forward(self, requests: Sequence[Rows]) -> list[np.ndarray]:
@@ -103,14 +90,18 @@ class Target:
         """
         layout = self._layout(requests)
         wanted = sum(request.wanted for request in requests)
-        current = self._prepare(layout, wanted)
+        count = max(wanted, self.floor) if wanted else 0
+        current = self._prepare(layout, count)
         self._fill(current.inputs, layout, requests)
-        self.embed.run(current.embed)
-        self.body.run(current.body)
+        self.sessions["embed"].run(current.bindings["embed"])
+        self.sessions["body"].run(current.bindings["body"])
+        if wanted:
+            self._choose_rows(current, _row_indices(layout, requests, count))
+            self.sessions["head"].run(current.bindings["head"])
         self.passes += 1
         for request in requests:
             self._remember(request)
-        return self._score(current, layout, requests, wanted)
+        return self._split(requests)
 
     def held(self, slot: int) -> list[int]:
         """The tokens behind what the slot's cache holds, whoever put them there."""
@@ -124,7 +115,7 @@ class Target:
 
     def ort_ns(self) -> dict[str, int]:
         """Nanoseconds spent in each session so far, by role."""
-        return {"embed": self.embed.elapsed_ns, "body": self.body.elapsed_ns, "head": self.head.elapsed_ns}
+        return {role: session.elapsed_ns for role, session in self.sessions.items()}
 
     def prefill(self, slot: int, tokens: Sequence[int], chunk: int = PREFILL_CHUNK) -> None:
         """Append many tokens without scoring any, `chunk` rows a pass."""
@@ -143,15 +134,12 @@ class Target:
         width = max(self.floor, *(len(request.tokens) for request in requests))
         return _Layout(min(slots), max(slots) + 1, width)
 
-    def _prepare(self, layout: _Layout, wanted: int) -> _Pass:
+    def _prepare(self, layout: _Layout, count: int) -> _Pass:
         rows = layout.batch * layout.width
         longest = max(self.cache.lengths[layout.low : layout.high])
         self.cache.reserve(longest + layout.width)
-        moved = [
-            self._embeds.reserve(rows),
-            self._hidden.reserve(rows),
-            self._logits.reserve(max(wanted, self.floor)),
-        ]
+        moved = [arena.reserve(rows) for arena in self._arenas.values()]
+        moved.append(self._logits.reserve(count))
         if any(moved) or self.cache.generation != self._generation or len(self._passes) >= _MAX_PASSES:
             self._passes.clear()
             self._generation = self.cache.generation
@@ -161,30 +149,39 @@ class Target:
         return found
 
     def _bind(self, layout: _Layout) -> _Pass:
-        batch, width = layout.batch, layout.width
-        axes = {"B": batch, "S": width, "C": self.cache.capacity}
-        inputs = {"input_ids": Tensor((batch, width), "int64", _CPU)}
-        embed = self.embed.binding()
-        embed.bind_input("input_ids", inputs["input_ids"], (batch, width))
-        hidden_shape = (batch, width, self.bundle.manifest.model.hidden_size)
-        embed.bind_output("inputs_embeds", self._embeds.tensor, hidden_shape)
-        body = self.body.binding()
-        caches = iter(self.cache.tensors)
+        axes = {
+            "B": layout.batch,
+            "S": layout.width,
+            "M": layout.batch * layout.width,
+            "C": self.cache.capacity,
+        }
         offset = layout.low * self.cache.slot_elements()
-        for spec in self.body_entry.contract.inputs:
+        inputs: dict[str, Tensor] = {}
+        bindings = {role: self._bind_graph(session, axes, offset, inputs) for role, session in self.sessions.items()}
+        return _Pass(bindings, inputs)
+
+    def _bind_graph(
+        self, session: GraphSession, axes: dict[str, int], offset: int, inputs: dict[str, Tensor]
+    ) -> Binding:
+        """Bind all but the rows to score and their logits; what the host is to fill in is added to `inputs`."""
+        binding, past, present = session.binding(), iter(self.cache.tensors), iter(self.cache.tensors)
+        for spec in session.contract.inputs:
+            if spec.name == "rows":
+                continue
             shape = _concrete(spec, axes)
-            if spec.name == "inputs_embeds":
-                body.bind_input(spec.name, self._embeds.tensor, shape)
-            elif spec.name.startswith("past_key_values."):
-                body.bind_input(spec.name, next(caches), shape, offset)
+            if spec.name.startswith("past_key_values."):
+                binding.bind_input(spec.name, next(past), shape, offset)
+            elif spec.name in self._arenas:
+                binding.bind_input(spec.name, self._arenas[spec.name].tensor, shape)
             else:
                 inputs[spec.name] = Tensor(shape, spec.dtype, _CPU)
-                body.bind_input(spec.name, inputs[spec.name], shape)
-        body.bind_output("hidden", self._hidden.tensor, hidden_shape)
-        outputs = [spec for spec in self.body_entry.contract.outputs if spec.name.startswith("present.")]
-        for spec, tensor in zip(outputs, self.cache.tensors, strict=True):
-            body.bind_output(spec.name, tensor, _concrete(spec, axes), offset)
-        return _Pass(embed, body, inputs, {})
+                binding.bind_input(spec.name, inputs[spec.name], shape)
+        for spec in session.contract.outputs:
+            if spec.name.startswith("present."):
+                binding.bind_output(spec.name, next(present), _concrete(spec, axes), offset)
+            elif spec.name in self._arenas:
+                binding.bind_output(spec.name, self._arenas[spec.name].tensor, _concrete(spec, axes))
+        return binding
 
     def _fill(self, inputs: dict[str, Tensor], layout: _Layout, requests: Sequence[Rows]) -> None:
         ids = inputs["input_ids"].host
@@ -204,28 +201,27 @@ class Target:
         else:
             _fill_std(inputs, np.array(past), layout.width, self.bundle.manifest.model.max_positions, self._window)
 
-    def _score(self, current: _Pass, layout: _Layout, requests: Sequence[Rows], wanted: int) -> list[np.ndarray]:
-        if not wanted:
-            return [self._logits.tensor.read()[:0, : self.token_count] for _ in requests]
-        count = max(wanted, self.floor)
-        head = current.heads.get(count) or self._bind_head(current, layout, count)
-        head.choose(_row_indices(layout, requests, count))
-        self.head.run(head.binding)
-        logits = self._logits.tensor.read()
-        result, start = [], 0
+    def _choose_rows(self, current: _Pass, rows: list[int]) -> None:
+        """Have the head score these rows, numbered over all slots."""
+        if rows == current.chosen:
+            return
+        count = len(rows)
+        if current.rows is None or current.rows.shape != (count,):
+            current.rows = Tensor((count,), "int64", _CPU)
+            head, width = current.bindings["head"], self.bundle.manifest.model.vocab_size
+            head.bind_input("rows", current.rows, (count,))
+            head.bind_output("logits", self._logits.tensor, (count, width))
+        current.rows.write(rows)
+        current.chosen = rows
+
+    def _split(self, requests: Sequence[Rows]) -> list[np.ndarray]:
+        """The logits of each request, as views."""
+        logits, start = self._logits.tensor.read(), 0
+        result = []
         for request in requests:
             result.append(logits[start : start + request.wanted, : self.token_count])
             start += request.wanted
         return result
-
-    def _bind_head(self, current: _Pass, layout: _Layout, count: int) -> _Head:
-        facts = self.bundle.manifest.model
-        head = current.heads[count] = _Head(self.head.binding(), Tensor((count,), "int64", _CPU))
-        shape = (layout.batch * layout.width, facts.hidden_size)
-        head.binding.bind_input("hidden", self._hidden.tensor, shape)
-        head.binding.bind_input("rows", head.rows, (count,))
-        head.binding.bind_output("logits", self._logits.tensor, (count, facts.vocab_size))
-        return head
 
 
 def _row_indices(layout: _Layout, requests: Sequence[Rows], count: int) -> list[int]:
@@ -265,8 +261,7 @@ def _concrete(spec: TensorSpec, axes: dict[str, int]) -> tuple[int, ...]:
 def _choose_graphs(bundle: Bundle, provider: str, slots: int) -> dict[str, GraphEntry]:
     """The graph of each role; TensorRT wants the standard profile, other providers the ort one."""
     manifest = bundle.manifest
-    order = ("std", "ort") if provider == "tensorrt" else ("ort", "std")
-    for profile in order:
+    for profile in ("std", "ort") if provider == "tensorrt" else ("ort", "std"):
         ragged = profile == "ort" and slots > 1
         body = manifest.graph("body", profile, ragged)
         if body is not None:
