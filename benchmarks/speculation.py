@@ -1,4 +1,4 @@
-"""What speculation gains: the same engine with its drafter and without, on four kinds of work.
+"""What speculation gains: the same engine with its drafter and without, on five kinds of work.
 
 For every prompt the sides take turns. A run is one whole `generate` call for a fixed number of greedy tokens, the
 prompt already in the KV cache; the end token is ignored unless --stop-at-eos is given. The ratio is plain time over
@@ -29,13 +29,13 @@ from common import (
 )
 from ours import OurRun, decode, encode, open_engine
 
-from oxidize.cli.run import DEFAULT_DRAFT_TOKENS
+from oxidize.cli.generation import DEFAULT_DRAFT_TOKENS
 from oxidize.runtime.decoder import SpeculativeConfig, SpeculativeDecoder
 from oxidize.runtime.drafters.ngram import NgramDrafter
 from oxidize.runtime.engine import Engine
 from oxidize.runtime.target import Rows
 
-WORKLOADS = ("edit", "quote", "chat", "code")
+WORKLOADS = ("edit", "quote", "chat", "code", "json")
 PLAIN, AUTO = "plain", "auto"
 _WARM_UP_TOKENS = 8
 

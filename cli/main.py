@@ -13,6 +13,8 @@ COMMANDS = {
     "export": "Turn a checkpoint into a bundle of ONNX graphs.",
     "run": "Answer one prompt from a bundle.",
     "inspect": "Show and check what a bundle holds.",
+    "doctor": "Measure what passes and drafts cost here, and when drafting pays.",
+    "verify": "Check on this machine that speculation does not change the text.",
 }
 
 

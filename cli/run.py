@@ -1,22 +1,28 @@
 """`oxidize run`: one prompt in, one answer out."""
 
 import json
+import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from .generation import generation_options, request_of
 from .options import cache_folder, provider_settings, runtime_options
 
 if TYPE_CHECKING:
-    from oxidize.runtime.engine import Delta, Engine
+    from oxidize.runtime.answer import Delta
+    from oxidize.runtime.engine import Engine
+    from oxidize.runtime.logprobs import TokenLogprob
 
-DEFAULT_DRAFT_TOKENS = 15
+_COLOURS = {"accepted": "green", "corrected": "red", "bonus": "cyan"}
+_LEAST_LOGPROB = -9999.0  # what OpenAI's API says for impossible; JSON has no infinity
 
 
 @click.command()
@@ -29,22 +35,14 @@ DEFAULT_DRAFT_TOKENS = 15
     default=None,
     help="Wrap the prompt in the chat template (default when it has one).",
 )
+@generation_options
 @click.option(
-    "-n",
-    "--max-tokens",
-    type=click.IntRange(1),
-    default=256,
+    "--draft-model",
+    "draft_models",
+    multiple=True,
+    default=("auto",),
     show_default=True,
-    help="Longest answer, in tokens.",
-)
-@click.option("--temperature", type=float, default=0.0, show_default=True, help="0 takes the likeliest token.")
-@click.option("--top-k", type=int, default=0, help="Keep the k likeliest tokens; 0: all.")
-@click.option("--top-p", type=float, default=1.0, help="Keep the likeliest tokens that make up this much.")
-@click.option("--min-p", type=float, default=0.0, help="Drop tokens less likely than this share of the likeliest.")
-@click.option("--seed", type=int, default=0, show_default=True, help="Names the sampled text.")
-@click.option("--stop", "stops", multiple=True, help="End the answer before this text; may be repeated.")
-@click.option(
-    "--draft-model", default="auto", show_default=True, help="auto, ngram, none, a draft's name, or a bundle."
+    help="auto, ngram, none, a draft's name, or a bundle. Repeatable: the best one drafts.",
 )
 @click.option(
     "--draft-tokens",
@@ -56,22 +54,26 @@ DEFAULT_DRAFT_TOKENS = 15
 @click.option("--exact", is_flag=True, help="Passes of two rows or more only: bitwise the same with any draft and k.")
 @click.option("--no-spec", is_flag=True, help="Decode plainly, one token at a time.")
 @runtime_options
+@click.option("--show-drafts", is_flag=True, help="Colour accepted, corrected and bonus tokens, on a terminal.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON line with text, tokens and statistics.")
-def command(bundle: Path, prompt_argument: str | None, prompt: str | None, as_json: bool, **options: Any) -> None:
+def command(
+    bundle: Path, prompt_argument: str | None, prompt: str | None, as_json: bool, show_drafts: bool, **options: Any
+) -> None:
     """Answer PROMPT from BUNDLE. The text goes to stdout, one line of statistics to stderr."""
     from oxidize.runtime.engine import Engine
 
     text = _read_prompt(prompt_argument, prompt)
-    config, params = _config(options), _params(options)
+    request = request_of(options)
     engine = Engine.open(bundle, _engine_options(options))
     tokens = _encode(engine, text, options["chat"])
     with _graceful_interrupt() as interrupt:
-        deltas = _until(engine.stream(tokens, config, params, options["stops"]), interrupt)
-        answer = _collect(deltas) if as_json else _print(deltas)
-    if as_json:
-        click.echo(json.dumps({**answer, "stats": engine.stats.as_dict()}, ensure_ascii=False))
-    else:
-        click.echo(engine.stats.line(), err=True)
+        deltas = _until(engine.stream(tokens, request), interrupt)
+        if as_json:
+            answers = [_collect(engine, group) for _, group in groupby(deltas, _choice)]
+            click.echo(json.dumps(answers[0] if request.choices == 1 else {"choices": answers}, ensure_ascii=False))
+        else:
+            for _, group in groupby(deltas, _choice):
+                _print(engine, group, show_drafts and _colours())
 
 
 def _read_prompt(argument: str | None, option: str | None) -> str:
@@ -98,40 +100,14 @@ def _read_stdin() -> str:
         raise UsageError(f"stdin is not UTF-8 text (byte {error.start}); convert it, e.g. with iconv") from None
 
 
-def _config(options: dict[str, Any]) -> Any:
-    from oxidize.runtime.decoder import SpeculativeConfig
-
-    return SpeculativeConfig(
-        draft_tokens_per_step=0 if options["no_spec"] else _draft_tokens(options["draft_tokens"]),
-        max_new_tokens=options["max_tokens"],
-        strict_mode=options["strict"],
-    )
-
-
-def _draft_tokens(value: str) -> int:
-    from oxidize.runtime.errors import UsageError
-
-    if value == "auto":
-        return DEFAULT_DRAFT_TOKENS
-    if not (value.isdecimal() and len(value) < 10):
-        raise UsageError(f"--draft-tokens must be auto or a number from 0 on, not {value!r}")
-    return int(value)
-
-
-def _params(options: dict[str, Any]) -> Any:
-    from oxidize.runtime.sampling import SamplingParams
-
-    return SamplingParams(options["temperature"], options["top_k"], options["top_p"], options["min_p"], options["seed"])
-
-
 def _engine_options(options: dict[str, Any]) -> Any:
     from oxidize.runtime.engine import EngineOptions
     from oxidize.runtime.session import RuntimeOptions
 
     settings = provider_settings(options["provider_options"])
     runtime = RuntimeOptions(options["provider"], options["threads"], options["spin"], 0, settings)
-    draft = "none" if options["no_spec"] else options["draft_model"]
-    return EngineOptions(runtime, draft, options["exact"], cache_folder())
+    drafts = ("none",) if options["no_spec"] else options["draft_models"]
+    return EngineOptions(runtime, drafts, options["exact"], cache_folder())
 
 
 def _encode(engine: "Engine", text: str, chat: bool | None) -> list[int]:
@@ -172,19 +148,49 @@ def _until(deltas: "Iterator[Delta]", interrupt: _Interrupt) -> "Iterator[Delta]
             return
 
 
-def _print(deltas: "Iterator[Delta]") -> dict[str, Any]:
+def _choice(delta: "Delta") -> int:
+    return delta.choice
+
+
+def _print(engine: "Engine", deltas: "Iterable[Delta]", coloured: bool) -> None:
+    stats = engine.stats
     for delta in deltas:
-        click.echo(delta.text, nl=False)
+        stats = engine.stats  # complete when the deltas are over
+        click.echo(_coloured(delta) if coloured else delta.text, nl=False)
     click.echo()
-    return {}
+    click.echo(stats.line(), err=True)
 
 
-def _collect(deltas: "Iterator[Delta]") -> dict[str, Any]:
+def _colours() -> bool:
+    """Whether stdout is a terminal whose user has not said no (https://no-color.org)."""
+    return sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+
+
+def _coloured(delta: "Delta") -> str:
+    return "".join(click.style(span.text, fg=_COLOURS.get(span.kind)) for span in delta.spans)
+
+
+def _collect(engine: "Engine", deltas: "Iterable[Delta]") -> dict[str, Any]:
     text: list[str] = []
     tokens: list[int] = []
-    reason = None
+    logprobs: list[TokenLogprob] = []
+    reason, stats = None, engine.stats
     for delta in deltas:
         text.append(delta.text)
         tokens.extend(delta.tokens)
-        reason = delta.finish_reason
-    return {"text": "".join(text), "token_ids": tokens, "finish_reason": reason or "interrupt"}
+        logprobs.extend(delta.logprobs or ())
+        reason, stats = delta.finish_reason, engine.stats
+    answer = {"text": "".join(text), "token_ids": tokens, "finish_reason": reason or "interrupt"}
+    if logprobs:
+        answer["logprobs"] = [_logprob(engine, entry) for entry in logprobs]
+    return {**answer, "stats": stats.as_dict()}
+
+
+def _logprob(engine: "Engine", entry: "TokenLogprob") -> dict[str, Any]:
+    top = [_chance(engine, token, logprob) for token, logprob in entry.top]
+    return {**_chance(engine, entry.token, entry.logprob), "top_logprobs": top}
+
+
+def _chance(engine: "Engine", token: int, logprob: float) -> dict[str, Any]:
+    text = engine.tokenizer.decode([token], skip_special=False)
+    return {"id": token, "token": text, "logprob": max(logprob, _LEAST_LOGPROB)}

@@ -1,13 +1,18 @@
 """The library's front: a target, a draft and a configuration become a decoder of token lists."""
 
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
+from .calibration import Calibration
 from .drafters.base import Drafter
 from .drafters.draft_model import DraftModel
 from .errors import UsageError
-from .loop import Emission, Generation, TargetModel, generate
-from .policy import PassCost, Policy, PolicyConfig, prior_cost
+from .generation import Emission, Generation
+from .laws import Constraint, Laws
+from .logprobs import LogprobsParams
+from .loop import GRAMMAR, TargetModel, generate
+from .policy import PassCost, Policy, PolicyConfig, Source, prior_cost
+from .processors import Controls, Processors
 from .sampling import SamplingParams
 from .stats import SpeculativeStats
 from .target import PREFILL_CHUNK, Target
@@ -88,27 +93,44 @@ class SpeculativeConfigBuilder:
         return self._config
 
 
-class SpeculativeDecoder:
-    """Decodes token lists with one target and at most one draft, in one slot of the target.
+Draft = Drafter | Target
 
-    `draft` is a Drafter, a Target used as a draft model, or None. What the cache already holds of a prompt is re-used.
-    After `generate` or a finished `stream`, `stats` describes the last generation.
+
+@dataclass(frozen=True, slots=True)
+class Wishes:
+    """What a text asks for beside its sampling parameters. `grammar` is a fresh state; `choice` tells texts apart that
+    share prompt and seed."""
+
+    controls: Controls = field(default_factory=Controls)
+    grammar: Constraint | None = None
+    logprobs: LogprobsParams | None = None
+    choice: int = 0
+
+
+class SpeculativeDecoder:
+    """Decodes token lists with one target and any number of drafters, in one slot of the target.
+
+    `draft` is a Drafter, a Target used as a draft model, several of them in order of preference, or None. What the
+    cache already holds of a prompt is re-used. After `generate` or a finished `stream`, `stats` describes the last
+    generation.
     """
 
     def __init__(
         self,
         target: TargetModel,
-        draft: "Drafter | Target | None" = None,
+        draft: Draft | Sequence[Draft] | None = None,
         config: SpeculativeConfig | None = None,
         slot: int = 0,
+        calibration: Calibration | None = None,
     ) -> None:
         self.target, self.slot = target, slot
         self.config = config or SpeculativeConfig()
-        self.drafter: Drafter | None = DraftModel(draft) if isinstance(draft, Target) else draft
+        self.drafters = _drafters(draft)
         self.stats = SpeculativeStats()
-        self._cost = self._prior_cost()
-        self._draft_passes = 0  # of the drafter, when the current text began
-        self._observed: list[int] = []  # the text the drafter saw
+        self._calibration = calibration
+        self._cost = self._pass_cost()
+        self._draft_passes = 0  # of the drafters, when the current text began
+        self._observed: list[int] = []  # the text the drafters saw
 
     def generate(
         self, prompt: Sequence[int], params: SamplingParams | None = None, eos: Collection[int] = ()
@@ -123,56 +145,88 @@ class SpeculativeDecoder:
         eos: Collection[int] = (),
         config: SpeculativeConfig | None = None,
         chunk: int = PREFILL_CHUNK,
+        wishes: Wishes | None = None,
     ) -> Iterator[Emission]:
         """One Emission per round. `config` replaces the decoder's for this call."""
-        generation = self._start(list(prompt), params or SamplingParams(), frozenset(eos), config or self.config)
+        generation = self._start(
+            list(prompt), params or SamplingParams(), frozenset(eos), config or self.config, wishes or Wishes()
+        )
         try:
             yield from generate(self.target, generation, chunk)
         finally:
-            self._finish(generation)
+            generation.stats.draft_forward_passes = self._passes() - self._draft_passes
 
     def _start(
-        self, prompt: list[int], params: SamplingParams, eos: frozenset[int], config: SpeculativeConfig
+        self,
+        prompt: list[int],
+        params: SamplingParams,
+        eos: frozenset[int],
+        config: SpeculativeConfig,
+        wishes: Wishes,
     ) -> Generation:
         check_prompt(prompt, self.target.context)
-        policy = self._policy(config)
-        drafter = self.drafter if config.draft_tokens_per_step else None
+        controls = wishes.controls
+        processors = None if controls.neutral else Processors(controls, eos, prompt, self.target.token_count)
+        drafters = self.drafters if config.draft_tokens_per_step else ()
         generation = Generation(
-            self.slot, prompt, params, config.max_new_tokens, eos, policy, drafter, config.strict_mode
+            slot=self.slot,
+            committed=prompt,
+            laws=Laws(params, processors, wishes.grammar),
+            max_new_tokens=config.max_new_tokens,
+            eos=eos,
+            policy=self._policy(config, drafters, wishes.grammar is not None),
+            drafters=drafters,
+            strict=config.strict_mode,
+            choice=wishes.choice,
+            logprobs=wishes.logprobs,
         )
         generation.stats.cached_tokens = self._reuse(prompt)
-        self._describe(generation.stats, config)
-        if drafter is not None:
+        self._describe(generation)
+        for drafter in drafters:
             drafter.rewind(_common_prefix(prompt, self._observed))
             drafter.observe(prompt)
+        if drafters:
             self._observed = generation.committed
+        self._draft_passes = self._passes()
         self.stats = generation.stats
         return generation
 
-    def _finish(self, generation: Generation) -> None:
-        if self.drafter is not None:
-            generation.stats.draft_forward_passes = self.drafter.passes - self._draft_passes
+    def _policy(self, config: SpeculativeConfig, drafters: Sequence[Drafter], grammar: bool) -> Policy:
+        bounds = PolicyConfig(config.draft_tokens_per_step, config.min_acceptance_rate, config.adaptive)
+        forced = [Source(GRAMMAR, free=True)] if grammar and config.draft_tokens_per_step else []
+        curves = self._calibration.drafts if self._calibration is not None else {}
+        sources = [Source(drafter.name, drafter.free, curves.get(drafter.name)) for drafter in drafters]
+        return Policy(bounds, self._cost, [*forced, *sources])
 
-    def _policy(self, config: SpeculativeConfig) -> Policy:
-        drafts = config.draft_tokens_per_step if self.drafter is not None else 0
-        bounds = PolicyConfig(drafts, config.min_acceptance_rate, config.adaptive)
-        return Policy(bounds, self._cost, free=self.drafter is None or self.drafter.free)
+    def _passes(self) -> int:
+        return sum(drafter.passes for drafter in self.drafters)
 
     def _reuse(self, prompt: list[int]) -> int:
         kept = _common_prefix(prompt, self.target.held(self.slot))
         self.target.cache.rewind_to(self.slot, kept)
-        self._draft_passes = self.drafter.passes if self.drafter is not None else 0
         return kept
 
-    def _describe(self, stats: SpeculativeStats, config: SpeculativeConfig) -> None:
-        stats.acceptance_rule = "match" if config.strict_mode else "reject"
-        stats.drafter = self.drafter.name if self.drafter is not None and config.draft_tokens_per_step else "none"
+    def _describe(self, generation: Generation) -> None:
+        stats = generation.stats
+        stats.acceptance_rule = "match" if generation.strict else "reject"
+        stats.drafter = "+".join(drafter.name for drafter in generation.drafters) or "none"
         if isinstance(self.target, Target):
             stats.provider, stats.precision = self.target.provider, self.target.bundle.manifest.precision
 
-    def _prior_cost(self) -> PassCost:
+    def _pass_cost(self) -> PassCost:
+        if self._calibration is not None:
+            return PassCost(self._calibration.target)
         precision = self.target.bundle.manifest.precision if isinstance(self.target, Target) else "fp32"
         return prior_cost(precision)
+
+
+def _drafters(draft: Draft | Sequence[Draft] | None) -> tuple[Drafter, ...]:
+    given = [] if draft is None else draft if isinstance(draft, Sequence) else [draft]
+    drafters = tuple(DraftModel(item) if isinstance(item, Target) else item for item in given)
+    names = [drafter.name for drafter in drafters]
+    if len(set(names)) < len(names):
+        raise UsageError(f"two drafters are both called {max(names, key=names.count)!r}; give them names of their own")
+    return drafters
 
 
 def _common_prefix(prompt: list[int], before: list[int]) -> int:

@@ -5,7 +5,7 @@ less, and a round's pass then begins with the part of the prompt still missing.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from time import perf_counter_ns
 from typing import Protocol
 
@@ -13,14 +13,17 @@ import numpy as np
 
 from .acceptance import Acceptance, accept_match, accept_reject
 from .cache import KVCache
-from .drafters.base import DraftContext, Drafter, Proposal
+from .drafters.base import Proposal
 from .errors import OxidizeError
-from .noise import NoiseKey
-from .policy import Policy, State
-from .sampling import Law, SamplingParams, law_of
-from .stats import SpeculativeStats, StateChange
+from .generation import Emission, Generation
+from .logprobs import LogprobsParams, TokenLogprob, law_logprob, model_logprob
+from .policy import Offer, State
+from .sampling import Law
+from .stats import StateChange
 from .target import PREFILL_CHUNK, Rows
 
+GRAMMAR = "grammar"  # the source of tokens that a grammar forces
+_FORCED = 32  # what a grammar forces is as good as a match this long: only other tokens of the same text can win
 _NOTHING = Proposal()
 
 
@@ -30,6 +33,7 @@ class TargetModel(Protocol):
     cache: KVCache
     floor: int
     context: int
+    token_count: int
     passes: int
 
     def forward(self, requests: Sequence[Rows]) -> list[np.ndarray]:
@@ -41,54 +45,15 @@ class TargetModel(Protocol):
         ...
 
 
-@dataclass(slots=True)
-class Generation:
-    """One text being generated in one slot. `committed` is the authoritative token list, prompt included."""
-
-    slot: int
-    committed: list[int]
-    params: SamplingParams
-    max_new_tokens: int
-    eos: frozenset[int]
-    policy: Policy
-    drafter: Drafter | None = None
-    strict: bool = False
-    choice: int = 0
-    stats: SpeculativeStats = field(default_factory=SpeculativeStats)
-    finish_reason: str | None = None
-    prompt_length: int = 0
-
-    def __post_init__(self) -> None:
-        self.prompt_length = self.stats.prompt_tokens = len(self.committed)
-
-    @property
-    def generated(self) -> int:
-        """Tokens generated so far."""
-        return len(self.committed) - self.prompt_length
-
-    @property
-    def context(self) -> DraftContext:
-        """What a drafter may know besides the committed tokens."""
-        return DraftContext(self.params, NoiseKey(self.params.seed, self.choice), self.stats.rounds, self.strict)
-
-
-@dataclass(frozen=True, slots=True)
-class Emission:
-    """What one round gave one sequence: its tokens, how many of them were drafted, and whether it is done."""
-
-    tokens: tuple[int, ...]
-    accepted: int
-    finish_reason: str | None
-
-
 @dataclass(frozen=True, slots=True)
 class _Turn:
-    """One sequence's part of a round: the tokens to append, the verified proposal and the one left unused."""
+    """One sequence's part of a round: the tokens to append, the proposal to verify, and what else was on offer."""
 
     sequence: Generation
     tail: tuple[int, ...]
+    source: str
     proposal: Proposal
-    unused: Proposal
+    unused: dict[str, Proposal]
 
 
 def prefill(target: TargetModel, sequence: Generation, chunk: int = PREFILL_CHUNK) -> None:
@@ -112,7 +77,7 @@ def play_round(target: TargetModel, sequences: Sequence[Generation]) -> list[Emi
     for turn, rows in zip(turns, logits, strict=True):
         if len(turns) == 1:
             turn.sequence.policy.cost.observe(max(len(rows), len(turn.tail)), elapsed_ms)
-        emissions.append(_commit(target, turn, _accept(turn, rows)))
+        emissions.append(_commit(target, turn, rows))
     return emissions
 
 
@@ -150,8 +115,7 @@ class _Clock:
         self._stats.plain_step_ms = self._sequence.policy.cost.plain_ms
 
     def _draft_ns(self) -> int:
-        drafter = self._sequence.drafter
-        return drafter.ort_ns if drafter is not None else 0
+        return sum(drafter.ort_ns for drafter in self._sequence.drafters)
 
 
 def _propose(target: TargetModel, sequence: Generation) -> _Turn:
@@ -161,12 +125,51 @@ def _propose(target: TargetModel, sequence: Generation) -> _Turn:
         sequence.max_new_tokens - sequence.generated - 1,
         target.context - len(sequence.committed) - 1,
     )
-    offered = _offer(sequence, room)
-    policy, context = sequence.policy, offered.match_length
-    k = policy.choose(len(offered.tokens), context) if offered.tokens else 0
-    if len(tail) == 1 and room > 0:
-        k = max(k, min(target.floor - 1, len(offered.tokens)))  # the spare row of exact mode is free to use
-    return _Turn(sequence, tail, _first(offered, k), offered)
+    offers = _offers(sequence, room)
+    source, proposal = _choose(sequence, room, offers)
+    if not proposal.tokens and len(tail) == 1 and room > 0 and target.floor > 1 and offers:
+        source = max(offers, key=lambda name: offers[name].match_length)
+        proposal = _first(offers[source], target.floor - 1)  # the spare row of exact mode is free to use
+    unused = {name: offer for name, offer in offers.items() if name != source}
+    return _Turn(sequence, tail, source, proposal, unused)
+
+
+def _offers(sequence: Generation, room: int) -> dict[str, Proposal]:
+    """What the grammar and the drafters that cost nothing propose, as far as it is legal."""
+    most = min(room, sequence.policy.config.max_k)
+    if most <= 0:
+        return {}
+    found = {GRAMMAR: Proposal(sequence.laws.forced()[:most], match_length=_FORCED)}
+    for drafter in sequence.drafters:
+        if drafter.free:
+            offered = drafter.propose(sequence.committed, most, sequence.context)
+            legal = _first(offered, sequence.laws.legal(offered.tokens))
+            found[drafter.name] = _until_end(legal, sequence.eos)
+    return {name: offer for name, offer in found.items() if offer.tokens}
+
+
+def _choose(sequence: Generation, room: int, offers: dict[str, Proposal]) -> tuple[str, Proposal]:
+    """The proposal that the policy picks, made now if it costs something."""
+    policy = sequence.policy
+    if room <= 0:
+        return "", _NOTHING
+    plan = policy.plan(room, [Offer(name, len(offer.tokens), offer.match_length) for name, offer in offers.items()])
+    if plan.source is None:
+        return "", _NOTHING
+    if plan.source in offers:
+        return plan.source, _first(offers[plan.source], plan.k)
+    drafter = next(drafter for drafter in sequence.drafters if drafter.name == plan.source)
+    start = perf_counter_ns()
+    proposal = drafter.propose(sequence.committed, plan.k, sequence.context)
+    if sequence.stats.rounds:  # the first proposal also pays for reading the prompt
+        policy.record_draft_cost(plan.source, len(proposal.tokens), (perf_counter_ns() - start) / 1e6)
+    return plan.source, _until_end(proposal, sequence.eos)
+
+
+def _until_end(proposal: Proposal, eos: frozenset[int]) -> Proposal:
+    """Nothing is emitted behind an end token, so nothing is verified there."""
+    ends = (index + 1 for index, token in enumerate(proposal.tokens) if token in eos)
+    return _first(proposal, next(ends, len(proposal.tokens)))
 
 
 def _first(proposal: Proposal, k: int) -> Proposal:
@@ -174,55 +177,56 @@ def _first(proposal: Proposal, k: int) -> Proposal:
     return Proposal(proposal.tokens[:k], laws, proposal.match_length)
 
 
-def _offer(sequence: Generation, room: int) -> Proposal:
-    drafter = sequence.drafter
-    wanted = sequence.policy.wanted(max(room, 0)) if drafter is not None else 0
-    if drafter is None or wanted == 0:
-        return _NOTHING
-    start = perf_counter_ns()
-    offered = drafter.propose(sequence.committed, wanted, sequence.context)
-    if sequence.stats.rounds:  # the first proposal also pays for reading the prompt
-        sequence.policy.record_draft_cost(len(offered.tokens), (perf_counter_ns() - start) / 1e6)
-    return offered
-
-
 def _rows(turn: _Turn) -> Rows:
     k = len(turn.proposal.tokens)
     return Rows(turn.sequence.slot, turn.tail + turn.proposal.tokens, k + 1)
 
 
-def _accept(turn: _Turn, logits: np.ndarray) -> Acceptance:
-    """Apply the acceptance rule to logits [k+1, V]."""
+def _accept(turn: _Turn, logits: np.ndarray) -> tuple[Acceptance, list[Law]]:
+    """Apply the acceptance rule to logits [k+1, V]; also the laws of the rows that were decided."""
     sequence, position = turn.sequence, len(turn.sequence.committed)
-    key = NoiseKey(sequence.params.seed, sequence.choice)
     best = logits.argmax(axis=1).tolist()  # [k+1]; NaN wins an argmax, so this also finds NaN
     if any(value != value for value in map(logits.item, range(len(best)), best)):
         raise OxidizeError("the target produced NaN logits: the model overflowed; export it with a wider precision")
+    laws, made = sequence.laws.round(turn.proposal.tokens), []
 
     def law_at(row: int) -> Law:
-        if sequence.params.greedy:
-            return Law.one_hot(best[row])
-        return law_of(logits[row], sequence.params, best[row])
+        made.append(laws.at(row, logits[row], best[row]))
+        return made[-1]
 
     # A proposal without a law is certain, and for those the match rule accepts just as often as the reject rule, and
     # keeps the text a function of the seed alone.
-    if sequence.strict or turn.proposal.laws is None:
-        return accept_match(turn.proposal, law_at, key, position)
-    return accept_reject(turn.proposal, law_at, key, position)
+    match = sequence.strict or turn.proposal.laws is None
+    rule = accept_match if match else accept_reject
+    return rule(turn.proposal, law_at, sequence.key, position), made
 
 
-def _commit(target: TargetModel, turn: _Turn, acceptance: Acceptance) -> Emission:
+def _commit(target: TargetModel, turn: _Turn, logits: np.ndarray) -> Emission:
     sequence, proposal = turn.sequence, turn.proposal
+    acceptance, laws = _accept(turn, logits)
     emitted = _cut(sequence, (*proposal.tokens[: acceptance.accepted], acceptance.token))
+    logprobs = _logprobs(sequence.logprobs, emitted, logits, laws)
     sequence.committed.extend(emitted)
+    sequence.laws.commit(emitted)
     target.cache.rewind_to(sequence.slot, len(sequence.committed) - 1)
     _record(turn, acceptance, emitted)
-    if sequence.drafter is not None:
-        sequence.drafter.observe(sequence.committed)
+    for drafter in sequence.drafters:
+        drafter.observe(sequence.committed)
     if sequence.finish_reason is not None:
         sequence.policy.finish(sequence.finish_reason)
     _note_state(sequence)
-    return Emission(emitted, min(acceptance.accepted, len(emitted)), sequence.finish_reason)
+    kind = acceptance.kind if proposal.tokens else "plain"
+    return Emission(emitted, min(acceptance.accepted, len(emitted)), sequence.finish_reason, kind, logprobs)
+
+
+def _logprobs(
+    wanted: LogprobsParams | None, tokens: Sequence[int], logits: np.ndarray, laws: Sequence[Law]
+) -> tuple[TokenLogprob, ...] | None:
+    if wanted is None:
+        return None
+    if wanted.of == "model":
+        return tuple(model_logprob(row, token, wanted.top) for row, token in zip(logits, tokens, strict=False))
+    return tuple(law_logprob(law, token, wanted.top) for law, token in zip(laws, tokens, strict=False))
 
 
 def _cut(sequence: Generation, tokens: tuple[int, ...]) -> tuple[int, ...]:
@@ -246,9 +250,9 @@ def _record(turn: _Turn, acceptance: Acceptance, emitted: tuple[int, ...]) -> No
         stats.fallback_tokens += len(emitted) - min(acceptance.accepted, len(emitted))
     if proposal.tokens:
         stats.count_proposal(len(proposal.tokens), acceptance.accepted)
-        sequence.policy.record(len(proposal.tokens), acceptance.accepted, proposal.match_length)
-    elif turn.unused.tokens:
-        sequence.policy.record_unused(turn.unused.tokens[0] == emitted[0], turn.unused.match_length)
+        sequence.policy.record(turn.source, len(proposal.tokens), acceptance.accepted, proposal.match_length)
+    for name, offer in turn.unused.items():
+        sequence.policy.record_unused(name, offer.tokens[0] == emitted[0], offer.match_length)
 
 
 def _note_state(sequence: Generation) -> None:

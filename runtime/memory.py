@@ -7,11 +7,24 @@ makes one process up to a quarter slower than the next. MADV_COLLAPSE (Linux 6.1
 import ctypes
 import sys
 from collections.abc import Iterator
-from threading import Thread
+from contextlib import contextmanager
+from threading import Event, Thread
 
 _HUGE = 2 << 20
 _MADV_COLLAPSE = 25
 _SLICE = 16 << 20  # bytes a call moves; other threads may fault pages in between
+_MAY_RUN = Event()  # one for the process, as its memory is
+_MAY_RUN.set()
+
+
+@contextmanager
+def undisturbed() -> Iterator[None]:
+    """Collapsing stands still meanwhile, for whoever takes times; a call under way still ends."""
+    _MAY_RUN.clear()
+    try:
+        yield
+    finally:
+        _MAY_RUN.set()
 
 
 def collapse_in_background() -> None:
@@ -26,6 +39,7 @@ def _collapse() -> None:
         madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
         for start, end in list(_anonymous_ranges()):
             for at in range(start, end, _SLICE):
+                _MAY_RUN.wait()
                 madvise(at, min(_SLICE, end - at), _MADV_COLLAPSE)
     except (OSError, AttributeError, ValueError):
         return

@@ -1,16 +1,21 @@
-"""Decides how many tokens to draft each round, and when to stop drafting. Knows costs and outcomes, not models."""
+"""Decides each round which drafter proposes how many tokens, and when to stop. Knows costs and outcomes, not models."""
 
+import math
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-_WINDOW_ROUNDS = 32
-_WINDOW_TOKENS = 24  # evidence needed before the window may end speculation
-_LONG_CONTEXT = 8  # a free proposal with this much behind it is tried even in Fallback
-_PROBE_TOKENS = 2
-_FIRST_PROBE = 16
-_LAST_PROBE = 256
+from .costs import CostCurve
+from .estimates import PassCost, prior_cost
+from .probing import Ledger, Track
+
+__all__ = ["Offer", "PassCost", "Plan", "Policy", "PolicyConfig", "Source", "State", "prior_cost"]
+
+_RELIEF = 0.98  # a computed draft in use is given up when it decodes at less than this speed of plain decoding
+_CLEARLY = 0.75  # ... or when its acceptance is under this share of the floor
+_PATIENCE = 16  # rounds with offers of which none was worth verifying
+_WINDOW_ROUNDS, _WINDOW_TOKENS = 32, 24  # of the rate that counts when k is fixed
 
 
 class State(StrEnum):
@@ -22,88 +27,37 @@ class State(StrEnum):
     DONE = "done"
 
 
-class PassCost:
-    """Milliseconds of a target pass by its number of rows M, learned while decoding: scale * shape(M).
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A drafter as the policy sees it.
 
-    The shape begins as 1 + first + slope * (M - 2), and 1 for one row, and learns slowly; the scale follows every pass
-    fast. So a busy spell of the machine slows all widths alike and decides nothing, and a width that once looked slow
-    is forgotten little by little and tried again.
+    free: proposing costs next to nothing; what it proposes is at hand when `plan` is called, as an Offer.
+    draft: calibrated milliseconds of proposing k tokens, if it costs something and that is known.
     """
 
-    _FAST, _SLOW, _FORGET = 0.4, 0.06, 0.003
-
-    def __init__(self, first: float, slope: float) -> None:
-        self._first, self._slope = first, slope
-        self._shape: dict[int, float] = {}
-        self._scale: float | None = None
-        self._warm: set[int] = set()
-
-    def observe(self, width: int, milliseconds: float) -> None:
-        """Record one pass; the first of each width is discarded, since it pays for bindings and buffers."""
-        if width not in self._warm:
-            self._warm.add(width)
-            return
-        shape = self._shape.setdefault(width, self._prior(width))
-        scale = self._scale = milliseconds / shape if self._scale is None else self._scale
-        milliseconds = min(milliseconds, 2 * scale * shape)  # an outlier says more about the machine than the pass
-        scale = self._scale = scale + self._FAST * (milliseconds / shape - scale)
-        self._shape[width] = shape + self._SLOW * (milliseconds / scale - shape)
-        for other in self._shape:
-            if other != width:
-                self._shape[other] += self._FORGET * (self._prior(other) - self._shape[other])
-
-    def estimate(self, width: int) -> float:
-        """Expected milliseconds of a pass of `width` rows (relative to one row before anything was seen)."""
-        return (self._scale or 1.0) * self._shape.get(width, self._prior(width))
-
-    @property
-    def plain_ms(self) -> float | None:
-        """Milliseconds of a one-row pass, when one has been seen."""
-        return self.estimate(1) if 1 in self._shape else None
-
-    def _prior(self, width: int) -> float:
-        return 1.0 if width <= 1 else 1.0 + self._first + self._slope * (width - 2)
+    name: str
+    free: bool
+    draft: CostCurve | None = None
 
 
-def prior_cost(precision: str) -> PassCost:
-    """The cost shape to begin with: int4 verification is bound by compute, float by memory."""
-    return PassCost(0.25, 0.30) if precision == "int4" else PassCost(0.10, 0.07)
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """What a free source has at hand this round: tokens, and the context that vouches for them (0: no lookup)."""
+
+    source: str
+    available: int
+    match_length: int
 
 
-class AcceptanceEstimate:
-    """Probability that one more draft token is kept, by how much context vouches for it.
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Who drafts how many tokens this round; None and 0 for a plain round."""
 
-    The context of the i-th draft token is the drafter's match length plus i: a kept token lengthens the match. Each
-    bucket is a Beta estimate whose evidence decays, so it follows the text.
-    """
+    source: str | None
+    k: int
 
-    _EDGES = (1, 2, 3, 5, 7, 11, 15, 31)
-    _PRIOR_WEIGHT = 2.0
-    _DECAY = 0.97
 
-    def __init__(self, prior: Callable[[int], float]) -> None:
-        size = len(self._EDGES) + 1
-        self._prior = [prior(edge) for edge in (*self._EDGES, self._EDGES[-1] + 1)]
-        self._kept = [0.0] * size
-        self._seen = [0.0] * size
-
-    def probability(self, context: int) -> float:
-        """Chance that a token with this much context behind it is kept."""
-        bucket = self._bucket(context)
-        weight = self._PRIOR_WEIGHT
-        return (self._kept[bucket] + weight * self._prior[bucket]) / (self._seen[bucket] + weight)
-
-    def observe(self, context: int, kept: bool) -> None:
-        """Record one outcome."""
-        bucket = self._bucket(context)
-        self._kept[bucket] = self._kept[bucket] * self._DECAY + kept
-        self._seen[bucket] = self._seen[bucket] * self._DECAY + 1
-
-    def _bucket(self, context: int) -> int:
-        for index, edge in enumerate(self._EDGES):
-            if context <= edge:
-                return index
-        return len(self._EDGES)
+_PLAIN = Plan(None, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,115 +69,230 @@ class PolicyConfig:
     adaptive: bool = True
 
 
-class Policy:
-    """Chooses k for one sequence and moves it between Speculating and Fallback.
+@dataclass(frozen=True, slots=True)
+class _Choice:
+    """A source with the chances of its next tokens, the k to draft and the speed relative to plain decoding."""
 
-    k maximises expected tokens per millisecond, E(k) / (T(1 + k) + D(k)), with E(k) = 1 + sum of the products of the
-    acceptance probabilities; 0 is one of the choices. Proposals that cost nothing (`free`) are also judged in rounds
-    that do not use them, so a sequence returns from Fallback as soon as the text becomes predictable; others are
-    probed at growing intervals.
+    track: Track
+    chances: list[float]
+    match_length: int
+    k: int
+    speed: float
+
+    @property
+    def rate(self) -> float:
+        """Expected share of the k tokens that is kept."""
+        return _expected(self.chances[: self.k]) / self.k
+
+
+class Policy:
+    """Chooses source and k for one sequence, and moves it between Speculating and Fallback.
+
+    Every round takes what decodes fastest, E(k) / (T(1 + k) + D(k)) tokens per millisecond, over all sources and k, no
+    draft included: T is the target's pass, D the drafter's time, E(k) = 1 + c1 + c1 c2 + ... with the chances c that a
+    token is kept once those before it were. Fallback is the state in which nothing is worth it.
+
+    A source whose first token is kept less often than `min_acceptance_rate` is not asked, whatever the costs say. The
+    rate compared is the recent chance of a single draft token, which is accepted / proposed at k = 1: tokens behind a
+    rejected one were never judged, so a long draft on a fast machine is no reason to fall back. A source in use is
+    dropped when it is clearly under the floor, and comes back when it is over it. With `adaptive` false it is
+    accepted / proposed over the last rounds.
+
+    Offers are judged in every round, used or not, so those come back by themselves. The others are probed with a short
+    draft. What drafting loses against plain decoding is booked in plain steps: probes may lose 3 and everything
+    together 12, and each token gives 1/64 back. Whatever the text does, the time is then at most that of plain
+    decoding times 1 + 1/64, plus 12 steps and one round: under 2 % from 3,000 tokens on; and text that is hopeless
+    from its beginning costs only what probes may lose. A failed probe of one token costs p = (T(2) + D(1)) / T(1) - 1
+    steps, which 64 p tokens give back, so probes need never be further apart than max(40, 64 p) tokens; on text that
+    turned predictable three probes of 1, 2 and 4 tokens then convince, after 10 tokens. So Fallback ends within 64
+    tokens, and both bounds hold together, wherever p is at most 0.84; a dearer drafter is probed more rarely, for
+    the first bound goes before the second. What a drafter must read before it can draft again is booked too.
     """
 
-    def __init__(self, config: PolicyConfig, cost: PassCost, free: bool) -> None:
-        self.config, self.cost, self.free = config, cost, free
+    def __init__(self, config: PolicyConfig, cost: PassCost, sources: Sequence[Source]) -> None:
+        self.config, self.cost = config, cost
         self.state = State.PREFILL
         self.reason = ""
-        self._estimate = AcceptanceEstimate(_lookup_prior if free else lambda _: 0.7)
+        self._tracks = {source.name: Track(source.name, source.free, source.draft, config.max_k) for source in sources}
+        self._computed = [track for track in self._tracks.values() if not track.free]
+        self._ledger = Ledger()
+        self._probing = False
+        self._patience = _PATIENCE if len(self._computed) < len(self._tracks) else 1
+        self._rounds = self._tokens = self._idle = 0
         self._recent: deque[tuple[int, int]] = deque(maxlen=_WINDOW_ROUNDS)
-        self._draft_ms = 0.0  # per draft token
-        self._probe_gap = _FIRST_PROBE
-        self._until_probe = _FIRST_PROBE
-
-    def wanted(self, room: int) -> int:
-        """How many tokens the drafter should propose this round, at most `room`; 0 saves the draft's cost."""
-        most = min(self.config.max_k, room)
-        if self.free:
-            return most
-        if self.state is State.SPECULATING and self.config.adaptive:
-            best = self._best(most, 0)
-            if best == 0 and most > 0:
-                self._enter(State.FALLBACK, "drafts cost more than they save")
-            return best
-        return self._probe(most) if self.state is State.FALLBACK else most
-
-    def _probe(self, most: int) -> int:
-        """A short draft once in a while, to see whether drafting pays again."""
-        self._until_probe -= 1
-        return min(most, _PROBE_TOKENS) if self._until_probe <= 0 else 0
-
-    def choose(self, available: int, context: int) -> int:
-        """How many of the `available` proposed tokens to verify."""
-        if not self.free:
-            return available  # already paid for
-        if self.state is State.FALLBACK and context < _LONG_CONTEXT:
-            return 0
-        return self._best(available, context) if self.config.adaptive else available
-
-    def record(self, proposed: int, accepted: int, context: int) -> None:
-        """Outcome of a round that verified `proposed` tokens."""
-        for index in range(min(accepted + 1, proposed)):
-            self._estimate.observe(context + index, index < accepted)
-        if self.state is State.FALLBACK and accepted and context >= _LONG_CONTEXT:
-            self._enter(State.SPECULATING, f"a draft backed by {context} matching tokens was accepted")
-        self._recent.append((proposed, accepted))
-        self._move()
-
-    def record_unused(self, agreed: bool, context: int) -> None:
-        """Whether the first token of an unused proposal was what the target then said."""
-        self._estimate.observe(context, agreed)
-        self._recent.append((1, int(agreed)))
-        self._move()
-
-    def record_draft_cost(self, tokens: int, milliseconds: float) -> None:
-        """Time the drafter took to propose."""
-        if tokens:
-            self._draft_ms += 0.5 * (milliseconds / tokens - self._draft_ms)
-
-    def _best(self, most: int, context: int) -> int:
-        best, best_rate, expected, product = 0, 1.0 / self.cost.estimate(1), 1.0, 1.0
-        for k in range(1, most + 1):
-            product *= self._estimate.probability(context + k - 1)
-            expected += product
-            rate = expected / (self.cost.estimate(1 + k) + k * self._draft_ms)
-            if rate > best_rate:
-                best, best_rate = k, rate
-        return best
-
-    def _move(self) -> None:
-        proposed = sum(entry[0] for entry in self._recent)
-        probing = self.state is State.FALLBACK and not self.free
-        if proposed < (_PROBE_TOKENS if probing else _WINDOW_TOKENS):
-            return
-        rate = sum(entry[1] for entry in self._recent) / proposed
-        low = self.config.min_acceptance_rate
-        if self.state is State.SPECULATING and rate < low:
-            self._enter(State.FALLBACK, f"acceptance {rate:.2f} of the last {proposed} draft tokens is under {low:.2f}")
-        elif self.state is State.FALLBACK and rate >= low and (self.free or self._pays()):
-            self._probe_gap = _FIRST_PROBE
-            self._enter(State.SPECULATING, f"acceptance is back at {rate:.2f}")
-        elif probing:
-            self._probe_gap = min(2 * self._probe_gap, _LAST_PROBE)
-            self._until_probe = self._probe_gap
-            self._recent.clear()
-
-    def _pays(self) -> bool:
-        return not self.config.adaptive or self._best(self.config.max_k, 0) > 0
-
-    def _enter(self, state: State, reason: str) -> None:
-        self.state, self.reason = state, reason
-        self._recent.clear()
-        self._until_probe = self._probe_gap
 
     def start(self) -> None:
         """The prompt is in the cache: begin to speculate, or to decode plainly when drafting is off."""
-        drafting = self.config.max_k > 0
-        self._enter(State.SPECULATING if drafting else State.FALLBACK, "prompt is read" if drafting else "no drafter")
+        if self.config.max_k > 0 and self._tracks:
+            self._enter(State.SPECULATING, "prompt is read")
+        else:
+            self._enter(State.FALLBACK, "no drafter")
 
     def finish(self, reason: str) -> None:
         """The sequence is complete."""
         self._enter(State.DONE, reason)
 
+    def plan(self, room: int, offers: Sequence[Offer]) -> Plan:
+        """Who drafts how many tokens in the round that begins now, at most `room`."""
+        self._rounds += 1
+        self._tokens += 1
+        self._probing = False
+        self._ledger.book(1, 1.0, probing=False)
+        most = min(self.config.max_k, room)
+        if most <= 0 or not self._tracks:
+            return _PLAIN
+        best = self._best(most, offers) if self.config.adaptive else self._first(most, offers)
+        if best is None:
+            return self._nothing(most, offers)
+        if self.state is State.FALLBACK:
+            self._enter(State.SPECULATING, _why_speculate(best))
+        self._idle = 0
+        best.track.in_use = True
+        return self._ask(self._rival(best.track), best.k)
 
-def _lookup_prior(context: int) -> float:
-    """Share of first tokens kept by match length, over twenty greedy and sampled SmolLM2 texts and source files."""
-    return {1: 0.18, 2: 0.41, 3: 0.48, 5: 0.60, 7: 0.75, 11: 0.83, 15: 0.89, 31: 0.90}.get(context, 0.98)
+    def record(self, source: str, proposed: int, accepted: int, match_length: int) -> None:
+        """Outcome of a round that verified `proposed` tokens of `source` and kept the first `accepted`."""
+        track, passes = self._tracks[source], self.cost.table(proposed + 1)
+        self._tokens += accepted
+        self._ledger.book(accepted, passes[-1] / passes[0] - 1, self._probing)
+        track.estimate(match_length).record(proposed, accepted, match_length)
+        if self._probing and track.follow(proposed, accepted, self._tokens, self.cost):
+            self._return(track, track.run)
+        if not self.config.adaptive:
+            self._watch(proposed, accepted)
+
+    def record_unused(self, source: str, agreed: int | bool, match_length: int) -> None:
+        """Whether the first token of an offer that was not verified is what the target then said."""
+        self._tracks[source].estimate(match_length).record(1, int(agreed > 0), match_length)
+
+    def record_draft_cost(self, source: str, tokens: int, milliseconds: float) -> None:
+        """Time that `source` took to propose `tokens` tokens.
+
+        Asked again after a pause it also reads what it has missed. That is booked as a loss, but believed to be the
+        cost of drafting only where it is lower than expected. Its first proposal reads the prompt, and is not booked.
+        """
+        track, plain = self._tracks[source], self.cost.estimate(1)
+        if self.cost.known and track.pause is not None:
+            self._ledger.book(0, milliseconds / plain, self._probing)
+        lower = self.cost.known and tokens and milliseconds < track.cost.table_or_guess(tokens, self.cost)[-1]
+        if tokens and (track.pause == 1 or lower):
+            track.cost.observe(tokens, milliseconds)
+
+    def _best(self, most: int, offers: Sequence[Offer], floor: bool = True, risk: bool = True) -> _Choice | None:
+        """What decodes fastest, or None when that is a plain round.
+
+        Without `floor` also sources of too low an acceptance, without `risk` also rounds that could lose too much.
+        """
+        passes = self.cost.table(most + 1)
+        limit = passes[0] * (1 + self._ledger.risk) if risk else math.inf
+        best = None
+        for track, chances, match_length in self._able(most, offers):
+            if floor and chances[0] < self.config.min_acceptance_rate * (_CLEARLY if track.in_use else 1.0):
+                continue
+            drafts = None if track.free else track.cost.table_or_guess(len(chances), self.cost)
+            k, rate = _fastest(chances, passes, drafts, limit)
+            speed = rate * passes[0]
+            enough = _RELIEF if track.in_use and not track.free else 1.0
+            if speed > enough and (best is None or speed > best.speed):
+                best = _Choice(track, chances, match_length, k, speed)
+        return best
+
+    def _first(self, most: int, offers: Sequence[Offer]) -> _Choice | None:
+        """The first source that can propose, with all it has; in Fallback one that is likely over the floor."""
+        for track, chances, match_length in self._able(most, offers):
+            choice = _Choice(track, chances, match_length, len(chances), 1.0)
+            if self.state is State.SPECULATING or choice.rate >= self.config.min_acceptance_rate:
+                return choice
+        return None
+
+    def _able(self, most: int, offers: Sequence[Offer]) -> Iterator[tuple[Track, list[float], int]]:
+        """The sources that can propose now, with the chances of their tokens and the match length behind them."""
+        at_hand = {offer.source: offer for offer in offers if offer.available > 0}
+        for name, track in self._tracks.items():
+            offer = at_hand.get(name)
+            if offer is not None:
+                count, length = min(most, offer.available), offer.match_length
+                yield track, track.estimate(length).chances(count, length), length
+            elif not track.free:
+                yield track, track.by_position.chances(most), 0
+
+    def _nothing(self, most: int, offers: Sequence[Offer]) -> Plan:
+        """A plain round, or a probe; the end of speculation if there has been nothing for long enough."""
+        self._idle += bool(offers or self._computed)
+        if self.state is State.SPECULATING and self._idle >= self._patience:
+            self._enter(State.FALLBACK, self._why_fall_back(most, offers))
+        for track in self._computed:
+            if track.in_use:
+                track.give_up(self._tokens)
+        for track in self._computed:
+            k = track.probe(most, self._tokens, self._ledger, self.cost)
+            if k:
+                self._probing = True
+                return self._ask(track, k)
+        return _PLAIN
+
+    def _why_fall_back(self, most: int, offers: Sequence[Offer]) -> str:
+        if self._best(most, offers, risk=False) is not None:
+            return "drafts have lost as much time as they may"
+        ignored = self._best(most, offers, floor=False, risk=False)
+        if ignored is not None:
+            rate, low = ignored.chances[0], self.config.min_acceptance_rate
+            return f"acceptance {rate:.2f} of recent draft tokens is under {low:.2f}"
+        return "drafts cost more than they save"
+
+    def _enter(self, state: State, reason: str) -> None:
+        self.state, self.reason = state, reason
+        self._idle = 0
+        self._recent.clear()
+
+    def _return(self, track: Track, run: int) -> None:
+        """Probes have shown that the text turned predictable; speculate if that pays."""
+        if not self.config.adaptive or self._best(self.config.max_k, ()) is not None:
+            track.in_use = True
+            if self.state is State.FALLBACK:
+                self._enter(State.SPECULATING, f"{track.name}: {run} draft tokens in a row were kept")
+
+    def _ask(self, track: Track, k: int) -> Plan:
+        track.ask(self._rounds, self._tokens)
+        return Plan(track.name, k)
+
+    def _rival(self, chosen: Track) -> Track:
+        """The chosen source, or once in a while another one that could be better, so that its estimate stays fresh."""
+        if chosen.free or not self.config.adaptive:
+            return chosen
+        return next((track for track in self._computed if track.neglected(self._tokens)), chosen)
+
+    def _watch(self, proposed: int, accepted: int) -> None:
+        """With a fixed k, the rate over the recent rounds decides."""
+        self._recent.append((proposed, accepted))
+        judged = sum(entry[0] for entry in self._recent)
+        rate, low = sum(entry[1] for entry in self._recent) / judged, self.config.min_acceptance_rate
+        if self.state is State.SPECULATING and judged >= _WINDOW_TOKENS and rate < low:
+            self._enter(State.FALLBACK, f"acceptance {rate:.2f} of the last {judged} draft tokens is under {low:.2f}")
+
+
+def _fastest(
+    chances: Sequence[float], passes: Sequence[float], drafts: Sequence[float] | None, limit: float
+) -> tuple[int, float]:
+    """The k with the most expected tokens per millisecond among those that cost at most `limit`, and these tokens."""
+    best, best_rate, expected, product = 0, 0.0, 1.0, 1.0
+    for k, chance in enumerate(chances, 1):
+        product *= chance
+        expected += product
+        cost = passes[k] if drafts is None else passes[k] + drafts[k - 1]
+        if cost <= limit and expected > best_rate * cost:
+            best, best_rate = k, expected / cost
+    return best, best_rate
+
+
+def _expected(chances: Sequence[float]) -> float:
+    total, product = 0.0, 1.0
+    for chance in chances:
+        product *= chance
+        total += product
+    return total
+
+
+def _why_speculate(choice: _Choice) -> str:
+    backing = f" behind a match of {choice.match_length}" if choice.match_length else ""
+    return f"{choice.track.name} pays: {choice.k} draft tokens at acceptance {choice.chances[0]:.2f}{backing}"

@@ -4,7 +4,7 @@ Standard library only.
 """
 
 import json
-import math
+import sys
 from dataclasses import MISSING, fields
 from pathlib import Path
 from reprlib import repr as brief
@@ -42,7 +42,7 @@ def decode(kind: Any, value: Any, where: str) -> Any:
     if arguments:  # a union of scalars: X | None, int | str
         return _decode_union(arguments, value, where, str(kind))
     if kind is float:
-        _expect(type(value) in (int, float) and math.isfinite(value), where, "a finite number", value)
+        _expect(type(value) in (int, float) and abs(value) <= sys.float_info.max, where, "a finite number", value)
         return float(value)
     _expect(type(value) is kind, where, kind.__name__, value)
     return value

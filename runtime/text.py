@@ -4,6 +4,7 @@ The only door to the `tokenizers` package, imported when a tokenizer is loaded. 
 """
 
 import codecs
+import json
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 
 MAX_STOPS = 16
 _SPACE_MARK = "\u2581"  # how SentencePiece vocabularies spell a space
+_REPLACEMENT = "\ufffd".encode()
 
 
 class Tokenizer:
@@ -27,7 +29,9 @@ class Tokenizer:
         backend.no_truncation()
         backend.no_padding()
         self._backend = backend
-        self._byte_level = type(backend.decoder).__name__ == "ByteLevel"
+        steps = _decoder_steps(backend)
+        self._byte_level = "ByteLevel" in steps and steps <= {"ByteLevel", "Fuse"}
+        self._byte_ids = _byte_ids(backend) if "ByteFallback" in steps else ()
 
     @classmethod
     def load(cls, folder: Path, files: TokenizerFiles) -> "Tokenizer":
@@ -56,17 +60,40 @@ class Tokenizer:
             raise UsageError("the text holds a lone surrogate, which UTF-8 cannot write; remove it") from None
 
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
-        """The text of `ids`; ids without a token are skipped, bytes that are no UTF-8 become U+FFFD."""
-        return self._backend.decode(list(ids), skip_special_tokens=skip_special)
+        """The text of `ids`; ids without a token are skipped, bytes that are no UTF-8 become U+FFFD.
 
-    def detokenizer(self) -> "Detokenizer":
-        """A fresh incremental detokenizer for one answer."""
-        return Detokenizer(self)
+        With byte fallback, the valid characters of a run of byte tokens are kept and each byte outside them becomes
+        one U+FFFD, as in SentencePiece. The package itself gives up a whole run for one bad byte, so no character
+        of a run would be certain before its last one.
+        """
+        if not self._byte_ids:
+            return self._backend.decode(list(ids), skip_special_tokens=skip_special)
+        runs = _ByteRuns(self)
+        mended = runs.push(self.shown(ids, frozenset() if skip_special else self.special_ids))
+        return self._backend.decode(mended + runs.flush(), skip_special_tokens=False)
+
+    def shown(self, ids: Iterable[int], special: frozenset[int] = frozenset()) -> list[int]:
+        """The ids that have text; of the special ones only those in `special`."""
+        return [i for i in ids if (i not in self.special_ids or i in special) and self.token(i) is not None]
+
+    def detokenizer(self, show: frozenset[int] = frozenset()) -> "Detokenizer":
+        """A fresh incremental detokenizer for one answer; `show` names special tokens not to leave out."""
+        return Detokenizer(self, show)
 
     @property
     def byte_level(self) -> bool:
         """Whether the text is the concatenation of the tokens' bytes (byte-level BPE)."""
         return self._byte_level
+
+    @property
+    def byte_ids(self) -> tuple[int, ...]:
+        """The ids of the 256 byte tokens of a vocabulary with byte fallback; empty for others."""
+        return self._byte_ids
+
+    @cached_property
+    def byte_of(self) -> dict[int, int]:
+        """The byte of each byte token."""
+        return {token_id: byte for byte, token_id in enumerate(self._byte_ids)}
 
     @cached_property
     def table(self) -> dict[int, str]:
@@ -97,7 +124,7 @@ class Tokenizer:
         token = self.token(token_id) or ""
         if self._byte_level:
             return _byte_level_bytes(token)
-        byte = _byte_of(token)
+        byte = self.byte_of.get(token_id)
         return token.replace(_SPACE_MARK, " ").encode("utf-8") if byte is None else bytes([byte])
 
     def vocab_sha256(self) -> str:
@@ -108,48 +135,69 @@ class Tokenizer:
 class Detokenizer:
     """Turns the ids of one answer into text, piece by piece; what was returned never changes.
 
-    All pieces joined equal `decode` of all ids, wherever the ids were cut. Half a character is held back, and
-    so is a run of byte tokens (`<0xE2>`), because only its end tells whether it is valid. Special tokens are
-    skipped.
+    All pieces joined equal `decode` of all ids, wherever the ids were cut. Never more than the bytes of one
+    incomplete character are held back. Special tokens are skipped, but for those in `show`.
     """
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, tokenizer: Tokenizer, show: frozenset[int] = frozenset()) -> None:
+        self._tokenizer, self._show = tokenizer, show
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
-        self._context: list[int] = []  # the last token that was turned into text
-        self._held: list[int] = []  # tokens that were not yet
+        self._runs = _ByteRuns(tokenizer)
+        self._context: list[int] = []  # a token to decode behind: decoders treat the first of all in another way
 
     def push(self, ids: Iterable[int]) -> str:
         """The text that `ids` add."""
         tokenizer = self._tokenizer
-        shown = [i for i in ids if i not in tokenizer.special_ids and tokenizer.token(i) is not None]
+        shown = tokenizer.shown(ids, self._show)
         if tokenizer.byte_level:
             return self._utf8.decode(b"".join(map(tokenizer.token_bytes, shown)))
-        return self._push_pieces(shown)
+        return self._text_of(self._runs.push(shown))
 
     def flush(self) -> str:
         """The rest, at the end of the answer: an incomplete character becomes U+FFFD."""
         if self._tokenizer.byte_level:
             return self._utf8.decode(b"", final=True)
-        held, self._held = self._held, []
-        return self._text_of(held) if held else ""
-
-    def _push_pieces(self, ids: list[int]) -> str:
-        """Emit up to the last token that is not a single byte."""
-        for end in range(len(ids), 0, -1):
-            if _byte_of(self._tokenizer.token(ids[end - 1]) or "") is None:
-                ready = [*self._held, *ids[:end]]
-                self._held = ids[end:]
-                return self._text_of(ready)
-        self._held += ids
-        return ""
+        return self._text_of(self._runs.flush())
 
     def _text_of(self, ids: list[int]) -> str:
-        """The text of `ids` where they stand: decoders treat the first token of all in another way."""
-        before = self._tokenizer.decode(self._context) if self._context else ""
-        text = self._tokenizer.decode([*self._context, *ids])
-        self._context = ids[-1:]
+        """The text of `ids`, whole characters, where they stand."""
+        if not ids:
+            return ""
+        decode = self._tokenizer.decode
+        before = decode(self._context, False) if self._context else ""
+        text = decode([*self._context, *ids], False)
+        # The byte of a full stop is a context that no later byte can spoil.
+        self._context = [self._tokenizer.byte_ids[ord(".")]] if self._tokenizer.byte_ids else ids[-1:]
         return text[len(before) :]
+
+
+class _ByteRuns:
+    """Makes runs of byte tokens valid: a byte outside every valid character becomes the three bytes of U+FFFD."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._byte_of, self._ids = tokenizer.byte_of, tokenizer.byte_ids
+        self._held = b""  # the beginning of a character
+
+    def push(self, ids: Iterable[int]) -> list[int]:
+        """`ids` mended, up to a character whose bytes are still incomplete."""
+        ready: list[int] = []
+        run = bytearray()
+        for token_id in ids:
+            byte = self._byte_of.get(token_id)
+            if byte is not None:
+                run.append(byte)
+                continue
+            ready += [*self._mend(bytes(run), final=True), token_id]
+            run.clear()
+        return ready + self._mend(bytes(run), final=False)
+
+    def flush(self) -> list[int]:
+        """The rest, at the end."""
+        return self._mend(b"", final=True)
+
+    def _mend(self, run: bytes, final: bool) -> list[int]:
+        valid, self._held = _valid_utf8(self._held + run, final)
+        return [self._ids[byte] for byte in valid]
 
 
 class StopStrings:
@@ -165,7 +213,6 @@ class StopStrings:
         if any(not stop for stop in stops):
             raise UsageError("a stop string is empty; give at least one character")
         self._stops = tuple(stops)
-        self._longest = max(map(len, self._stops), default=0)
         self._held = ""
         self._stopped = False
 
@@ -178,7 +225,7 @@ class StopStrings:
         if found:
             self._stopped, self._held = True, ""
             return text[: min(found)[1]], True
-        keep = self._beginning_of_stop(text)
+        keep = beginning_of(text, self._stops)
         self._held = text[keep:]
         return text[:keep], False
 
@@ -187,30 +234,51 @@ class StopStrings:
         held, self._held = self._held, ""
         return held
 
-    def _beginning_of_stop(self, text: str) -> int:
-        """Where the longest tail of `text` that begins some stop starts; len(text) if there is none."""
-        floor = max(0, len(text) - self._longest + 1)
-        starts = (_tail_start(text, stop, max(floor, len(text) - len(stop) + 1)) for stop in self._stops)
-        return min(starts)
+
+def beginning_of(text: str, words: Sequence[str]) -> int:
+    """Where the longest tail of `text` that begins one of `words` starts; len(text) if there is none."""
+    return min((_tail_start(text, word) for word in words), default=len(text))
 
 
-def _tail_start(text: str, stop: str, floor: int) -> int:
-    start = text.find(stop[0], floor)
+def _tail_start(text: str, word: str) -> int:
+    start = text.find(word[0], max(0, len(text) - len(word) + 1))
     while start >= 0:
-        if stop.startswith(text[start:]):
+        if word.startswith(text[start:]):
             return start
-        start = text.find(stop[0], start + 1)
+        start = text.find(word[0], start + 1)
     return len(text)
 
 
-def _byte_of(token: str) -> int | None:
-    """The byte of a byte-fallback token such as `<0xE2>`, else None."""
-    if len(token) != 6 or not token.startswith("<0x") or token[5] != ">":
-        return None
-    try:
-        return int(token[3:5], 16)
-    except ValueError:
-        return None
+def _decoder_steps(backend: "Backend") -> set[str]:
+    """The kinds of the steps by which a tokenizer makes text of tokens."""
+    if backend.decoder is None:
+        return set()
+    state = json.loads(backend.decoder.__getstate__())
+    return {step["type"] for step in state.get("decoders", [state])}
+
+
+def _byte_ids(backend: "Backend") -> tuple[int, ...]:
+    """The ids of the byte tokens `<0x00>` to `<0xFF>`; empty if one is missing."""
+    found = (backend.token_to_id(f"<0x{byte:02X}>") for byte in range(256))
+    ids = tuple(token_id for token_id in found if token_id is not None)
+    return ids if len(ids) == 256 else ()
+
+
+def _valid_utf8(run: bytes, final: bool) -> tuple[bytes, bytes]:
+    """A run of bytes with U+FFFD for each bad byte, and apart from it, unless `final`, an incomplete last character."""
+    valid = bytearray()
+    while True:
+        try:
+            run.decode()
+        except UnicodeDecodeError as error:
+            valid += run[: error.start]
+            run = run[error.start :]
+            if error.reason == "unexpected end of data" and not final:
+                return bytes(valid), run
+            valid += _REPLACEMENT
+            run = run[1:]
+        else:
+            return bytes(valid + run), b""
 
 
 def _byte_alphabet() -> dict[str, int]:

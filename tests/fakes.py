@@ -57,6 +57,7 @@ class FakeTarget:
         self, vocabulary: int = 13, rule: Rule = hashed_logits, slots: int = 1, context: int = 4096, floor: int = 1
     ) -> None:
         self.vocabulary, self.rule, self.context, self.floor = vocabulary, rule, context, floor
+        self.token_count = vocabulary
         self.cache = FakeCache(slots)
         self.passes = 0
         self.widths: list[int] = []

@@ -4,6 +4,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
+
+from ..laws import Laws
 from ..noise import Domain, NoiseKey
 from ..sampling import Law, SamplingParams
 
@@ -29,12 +32,19 @@ class DraftContext:
     strict: the match rule is in force, so drafting with the target's own noise agrees with it as often as
         possible. Under the reject rule that noise is not the drafter's to read (see `acceptance.py`).
     round_: a number that no other round of this text has.
+    laws: what the request asks for beside sampling, as it stands after the committed tokens.
     """
 
     params: SamplingParams
     key: NoiseKey
     round_: int = 0
     strict: bool = False
+    laws: Laws | None = None
+
+    def law(self, logits: np.ndarray, drafted: Sequence[int]) -> Law:
+        """The draft's law from its logits float32 [V] after `drafted`, under the request's controls and grammar."""
+        laws = self.laws or Laws(self.params)
+        return laws.round(drafted).at(len(drafted), logits)
 
     def draw(self, law: Law, position: int) -> int:
         """Draw the draft token for `position`, its index in the committed list, from the draft's own law."""

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ..sampling import Law, law_of
-from ..target import Rows, Target
+from ..sampling import Law
+from ..target import PREFILL_CHUNK, Rows, Target
 from .base import DraftContext, Proposal
 
 
@@ -16,34 +16,33 @@ class DraftModel:
     reject rule its noise is its own and fresh each round, as that rule needs (Leviathan et al. 2023, Chen et al. 2023).
     """
 
-    name = "draft-model"
     free = False
 
-    def __init__(self, model: Target, slot: int = 0) -> None:
-        self._model, self._slot = model, slot
+    def __init__(self, model: Target, slot: int = 0, name: str = "draft-model") -> None:
+        self.model, self._slot, self.name = model, slot, name
         self._fed: list[int] = []  # tokens in the draft's cache
         self._agreed = 0  # of which so many are known to equal the committed ones
 
     @property
     def ort_ns(self) -> int:
         """Nanoseconds spent in the draft's sessions so far."""
-        return sum(self._model.ort_ns().values())
+        return sum(self.model.ort_ns().values())
 
     @property
     def passes(self) -> int:
         """Passes of the draft so far."""
-        return self._model.passes
+        return self.model.passes
 
     def propose(self, committed: Sequence[int], k: int, context: DraftContext) -> Proposal:
         """Up to k tokens after `committed`, each with the law it was drawn from."""
-        k = min(k, self._model.context - len(committed))
+        k = min(k, self.model.context - len(committed))
         if k <= 0:
             return Proposal()
         pending = self._catch_up(committed)
         tokens: list[int] = []
         laws: list[Law] = []
         for index in range(k):
-            law = law_of(self._feed(pending), context.params)
+            law = context.law(self._feed(pending), tokens)
             token = context.draw(law, len(committed) + index)
             tokens.append(token)
             laws.append(law)
@@ -58,7 +57,7 @@ class DraftModel:
         length = min(length, len(self._fed))
         del self._fed[length:]
         self._agreed = min(self._agreed, length)
-        self._model.cache.rewind_to(self._slot, length)
+        self.model.cache.rewind_to(self._slot, length)
 
     def reset(self) -> None:
         """Forget everything."""
@@ -75,9 +74,8 @@ class DraftModel:
 
     def _feed(self, tokens: list[int]) -> np.ndarray:
         """Run the draft over `tokens` and return the logits [V] of the last."""
-        head, last = tokens[:-1], tokens[-1:]
-        if len(head) > 0:
-            self._model.prefill(self._slot, head)
-        (logits,) = self._model.forward([Rows(self._slot, last, 1)])
+        early, rest = tokens[:-PREFILL_CHUNK], tokens[-PREFILL_CHUNK:]
+        self.model.prefill(self._slot, early)
+        (logits,) = self.model.forward([Rows(self._slot, rest, 1)])
         self._fed.extend(tokens)
         return logits[0]

@@ -9,7 +9,7 @@ from pathlib import Path
 from oxidize.cli.main import run
 
 PAGES = Path(__file__).with_name("help.txt")
-COMMANDS = ([], ["run"], ["export"], ["inspect"])
+COMMANDS = ([], ["run"], ["export"], ["inspect"], ["doctor"], ["verify"])
 
 
 def _render() -> str:

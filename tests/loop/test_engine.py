@@ -1,7 +1,9 @@
 """Prompt to text on a real tiny bundle: the text does not depend on how rounds cut the tokens."""
 
 import json
+import math
 import shutil
+from types import MappingProxyType
 
 import pytest
 from checkpoints import write_hf_checkpoint
@@ -12,6 +14,10 @@ from oxidize.export.source import open_source
 from oxidize.runtime.decoder import SpeculativeConfig
 from oxidize.runtime.engine import Engine, EngineOptions
 from oxidize.runtime.errors import UsageError
+from oxidize.runtime.grammar import GrammarSpec
+from oxidize.runtime.logprobs import LogprobsParams
+from oxidize.runtime.processors import Controls
+from oxidize.runtime.request import Request
 from oxidize.runtime.sampling import SamplingParams
 from oxidize.runtime.session import RuntimeOptions
 
@@ -23,9 +29,10 @@ def engine(tiny_bundle):
     return Engine.open(tiny_bundle("smollm2"), EngineOptions(OPTIONS, draft="ngram", exact=True))
 
 
-def answer(engine, prompt="one two three one two", k=8, stops=(), count=48, **sampling):
+def answer(engine, prompt="one two three one two", k=8, stops=(), count=48, rest=MappingProxyType({}), **sampling):
     config = SpeculativeConfig(k, count, adaptive=False, min_acceptance_rate=0.0)
-    deltas = list(engine.stream(engine.encode(prompt), config, SamplingParams(**sampling), stops))
+    request = Request(config, SamplingParams(**sampling), stops=stops, **rest)
+    deltas = list(engine.stream(engine.encode(prompt), request))
     return "".join(delta.text for delta in deltas), deltas
 
 
@@ -114,12 +121,61 @@ def test_a_draft_inside_the_bundle_is_found_and_used(tmp_path):
     plan = ExportPlan("fp32")
     draft = DraftSource("small", open_source(str(source)), plan)
     export_bundle(open_source(str(source)), plan, tmp_path / "bundle", [draft])
-    engine = Engine.open(tmp_path / "bundle", EngineOptions(OPTIONS, exact=True))
-    text, _ = answer(engine, k=4)
-    assert engine.stats.drafter == "draft-model"
+    both = Engine.open(tmp_path / "bundle", EngineOptions(OPTIONS, exact=True))
+    text, _ = answer(both, k=4)
+    assert both.stats.drafter == "ngram+small"
+    engine = Engine.open(tmp_path / "bundle", EngineOptions(OPTIONS, draft="small", exact=True))
+    assert answer(engine, k=4)[0] == text
+    assert engine.stats.drafter == "small"
     assert engine.stats.draft_forward_passes >= engine.stats.draft_tokens > 0
     assert engine.stats.acceptance_rate > 0.9
     plain = Engine.open(tmp_path / "bundle", EngineOptions(OPTIONS, draft="none", exact=True))
     assert answer(plain)[0] == text
-    named = Engine.open(tmp_path / "bundle", EngineOptions(OPTIONS, draft="small", exact=True))
-    assert answer(named, k=4)[0] == text
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_every_control_reaches_the_answer_and_does_not_depend_on_k(engine, temperature):
+    """Each request differs from the plain one, and is the same with and without drafts."""
+    plain, deltas = answer(engine, k=0, temperature=temperature, seed=2)
+    first = deltas[0].tokens[0]
+    word = engine.tokenizer.decode([first])
+    requests = {
+        "bias": {"controls": Controls(logit_bias=((first, -math.inf),))},
+        "repetition": {"controls": Controls(repetition_penalty=5.0)},
+        "presence": {"controls": Controls(presence_penalty=2.0, frequency_penalty=2.0)},
+        "bad words": {"bad_words": (word,)},
+        "grammar": {"grammar": GrammarSpec("regex", "[a-z]{3}( [a-z]{3})*")},
+    }
+    for name, request in requests.items():
+        made = [answer(engine, k=k, rest=request, temperature=temperature, seed=2)[0] for k in (0, 1, 8)]
+        assert len(set(made)) == 1, name
+        assert name in ("presence", "repetition") or made[0] != plain, name
+
+
+def test_logprobs_agree_with_and_without_drafts(engine):
+    """One entry per token, the emitted token's own; bit for bit equal for any k."""
+    wanted = {"logprobs": LogprobsParams(2)}
+    made = []
+    for k in (0, 3, 8):
+        _, deltas = answer(engine, k=k, rest=wanted)
+        entries = [entry for delta in deltas for entry in delta.logprobs]
+        assert [entry.token for entry in entries] == [token for delta in deltas for token in delta.tokens]
+        assert all(entry.top[0][1] == entry.logprob < 0 and len(entry.top) == 2 for entry in entries)
+        made.append(entries)
+    assert made[0] == made[1] == made[2]
+    assert answer(engine)[1][0].logprobs is None
+
+
+def test_choices_are_texts_of_their_own_and_each_ends(engine):
+    _, deltas = answer(engine, count=12, rest={"choices": 3}, temperature=1.5, seed=1)
+    texts = ["".join(delta.text for delta in deltas if delta.choice == choice) for choice in range(3)]
+    assert len(set(texts)) == 3
+    assert [delta.choice for delta in deltas if delta.finish_reason] == [0, 1, 2]
+    assert texts[0] == answer(engine, count=12, temperature=1.5, seed=1)[0]
+
+
+def test_a_grammar_that_cannot_be_used_is_refused_before_anything_runs(engine):
+    passes = engine.target.passes
+    with pytest.raises(UsageError, match="cannot be used"):
+        answer(engine, rest={"grammar": GrammarSpec("json_schema", '{"type": 7}')})
+    assert engine.target.passes == passes

@@ -1,13 +1,11 @@
 """Sampled speculation has the target's law: chi-square over 20,000 seeded texts; under the match rule, equal texts."""
 
 import itertools
-from collections import Counter
 from functools import lru_cache
 
-import numpy as np
 import pytest
 from fakes import FakeDraft, FakeTarget, hashed_logits
-from scipy.stats import chisquare
+from laws import SAMPLES, assert_follows, text_law
 
 from oxidize.runtime.bundle import open_bundle
 from oxidize.runtime.decoder import SpeculativeConfig, SpeculativeDecoder
@@ -17,7 +15,6 @@ from oxidize.runtime.sampling import SamplingParams, law_of
 from oxidize.runtime.session import RuntimeOptions
 from oxidize.runtime.target import Rows, Target
 
-SAMPLES = 20_000
 LENGTH = 3
 PROMPT = [1, 2, 1, 2, 1]
 SETTINGS = [{"temperature": 0.7, "top_k": 4}, {"temperature": 1.0}, {"temperature": 1.5, "top_p": 0.9}]
@@ -36,34 +33,6 @@ def fixed(k, count, strict):
     return SpeculativeConfig(
         draft_tokens_per_step=k, max_new_tokens=count, min_acceptance_rate=0.0, strict_mode=strict, adaptive=False
     )
-
-
-def text_law(law_after, length):
-    """Probability of every token sequence of `length`, by the chain rule. law_after(tokens) -> Law."""
-    law = {(): 1.0}
-    for _ in range(length):
-        step = {}
-        for tokens, mass in law.items():
-            after = law_after(tokens)
-            ids = range(len(after.probs)) if after.ids is None else after.ids.tolist()
-            step |= {(*tokens, token): mass * p for token, p in zip(ids, after.probs.tolist(), strict=True) if p > 0}
-        law = step
-    return law
-
-
-def assert_follows(texts, law):
-    counts = Counter(texts)
-    assert set(counts) <= set(law), "a text outside the target's law was produced"
-    cells = sorted(law, key=law.get, reverse=True)
-    common = [cell for cell in cells if law[cell] * SAMPLES >= 8]
-    expected = np.array([law[cell] for cell in common]) * SAMPLES
-    observed = np.array([counts[cell] for cell in common])
-    rest = SAMPLES - expected.sum()
-    if rest >= 8:
-        expected, observed = np.append(expected, rest), np.append(observed, SAMPLES - observed.sum())
-    else:
-        expected *= observed.sum() / expected.sum()
-    assert chisquare(observed, expected).pvalue > 1e-4
 
 
 @pytest.mark.parametrize("strict", [False, True], ids=["reject", "match"])

@@ -139,6 +139,7 @@ def test_graphs_are_found_by_role_profile_and_raggedness(tmp_path: Path) -> None
         ("model.token_count", 21, "21 tokens in a vocabulary of 20"),
         ("model.rope_theta", "big", "manifest.model.rope_theta must be a finite number"),
         ("model.rope_theta", float("inf"), "manifest.model.rope_theta must be a finite number"),
+        ("model.rope_theta", 10**400, "manifest.model.rope_theta must be a finite number"),
         ("model.sliding_window", "8", "manifest.model.sliding_window must be"),
         ("generation.eos_token_ids", 2, "manifest.generation.eos_token_ids must be a list"),
         ("generation.eos_token_ids", ["2"], r"eos_token_ids\[0\] must be int"),

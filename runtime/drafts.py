@@ -1,0 +1,56 @@
+"""From the names of drafts to drafters: lookup, the bundle's own drafts, other bundles; tokenizers are compared."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from .bundle import Bundle, HashCheck, open_bundle, open_draft
+from .drafters.base import Drafter
+from .drafters.draft_model import DraftModel
+from .drafters.ngram import NgramDrafter
+from .errors import UsageError
+from .session import RuntimeOptions
+from .target import Target
+
+
+def open_drafters(
+    bundle: Bundle, names: Sequence[str], options: RuntimeOptions, cache: Path | None
+) -> tuple[Drafter, ...]:
+    """The drafters of these names, in order: "ngram", names of drafts inside the bundle, folders of other bundles.
+
+    "auto" stands for lookup and the bundle's first draft, "none" for nothing. Raises UsageError for an unknown name and
+    for a draft with another vocabulary.
+    """
+    standing = {"none": [], "auto": ["ngram", *(draft.name for draft in bundle.manifest.drafts[:1])]}
+    wanted = [each for name in names for each in standing.get(name, [name])]
+    return tuple(_open(bundle, name, options, cache) for name in dict.fromkeys(wanted))
+
+
+def _open(bundle: Bundle, name: str, options: RuntimeOptions, cache: Path | None) -> Drafter:
+    if name == "ngram":
+        return NgramDrafter()
+    inside = {draft.name: draft for draft in bundle.manifest.drafts}
+    folder = Path(name)
+    if name not in inside and not (name and folder.exists()):
+        known = ", ".join(["none", "ngram", *inside])
+        raise UsageError(f"no draft called {name!r} in the bundle and no folder of that name; known here: {known}")
+    draft = open_draft(bundle, inside[name]) if name in inside else open_bundle(folder)
+    check_same_tokenizer(bundle, draft)
+    check = HashCheck(draft, cache)
+    model = Target(draft, options)
+    check.result()
+    return DraftModel(model, name=name if name in inside else folder.resolve().name)
+
+
+def check_same_tokenizer(target: Bundle, draft: Bundle) -> None:
+    """A draft model must speak the target's vocabulary, id for id; names prove nothing."""
+    ours, theirs = target.manifest, draft.manifest
+    if (ours.tokenizer.vocab_sha256, ours.model.token_count) == (
+        theirs.tokenizer.vocab_sha256,
+        theirs.model.token_count,
+    ):
+        return
+    raise UsageError(
+        f"the draft's vocabulary ({theirs.model.token_count} tokens, {theirs.tokenizer.vocab_sha256[:8]}) is not the "
+        f"target's ({ours.model.token_count} tokens, {ours.tokenizer.vocab_sha256[:8]}); "
+        "use a draft with the same tokenizer, or --draft-model none"
+    )

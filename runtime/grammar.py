@@ -1,0 +1,373 @@
+"""Structured output: which tokens may follow, by JSON schema, regular expression or Lark grammar.
+
+The only door to the `llguidance` package, imported when the first grammar is compiled. What it decides is a mask over
+the target's logits, one row for each position of a round, drafted tokens included; it draws nothing.
+
+Where a grammar leaves no choice of text (a key of an object, say) its mask leaves no choice of token either: the one
+the tokenizer would choose. So `GrammarState.forced` is a draft that is always accepted, and `legal_prefix` may refuse
+another spelling of the same text. Both are functions of the committed tokens alone, so a draft changes nothing.
+"""
+
+import json
+import re
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import takewhile
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from .errors import OxidizeError, UsageError
+from .text import Tokenizer
+
+if TYPE_CHECKING:
+    import llguidance
+
+KINDS = ("json_schema", "json_object", "regex", "lark")
+_SPACE = r"( |\n {0,24})"  # at most once at each place where JSON allows white space
+_STRICT = {"lenient": False, "coerce_one_of": False}  # what is not supported is an error
+_GAP = r"/[ \n]{1,2}/"  # between the tag and JSON
+_NO_REWIND = re.compile(r"\[[^\]\n]*\b(max_tokens|stop|temperature)\s*=")
+_WORD = 32  # bits of a mask word
+
+
+@dataclass(frozen=True, slots=True)
+class GrammarSpec:
+    """What a request asks for.
+
+    kind: "json_schema", "json_object" (any JSON object), "regex" (the whole answer matches; syntax of Rust's `regex`
+        without look-around and back references) or "lark" (llguidance's dialect of Lark, `start` is the entry).
+    text: the schema as JSON text, the regular expression or the grammar; "" for json_object.
+    after: the grammar begins after this text was generated, as "</think>". Until then the text is free: any UTF-8 and
+        any special token but EOS, because an answer that ends before the tag would lack what was asked for. The tag
+        may be one special token or ordinary text cut into tokens in any way; if a token completes the tag and goes on,
+        its rest obeys the grammar. JSON may be preceded by up to two spaces or line breaks there.
+
+    White space in JSON: at each place where JSON allows it, nothing, one space, or one line break with up to 24
+    spaces. So compact, spaced and indented JSON are all possible (a model that learned one is not forced into
+    another), and a model cannot loop on white space. A schema with `"x-guidance": {"whitespace_flexible": false}` has
+    no white space, so that more tokens are forced. Keys come in the order of the schema.
+    """
+
+    kind: str
+    text: str
+    after: str | None = None
+
+
+class GrammarCompiler:
+    """Makes grammars for one tokenizer; building it reads the whole vocabulary once, compiling is then cheap.
+
+    eos: all ids that end an answer: allowed where the grammar may end, nowhere else.
+    vocab_size: rows V of the target's logits; ids without a token are never allowed.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, eos: Collection[int], vocab_size: int) -> None:
+        package = _package()
+        self._vocabulary = _Vocabulary(tokenizer, frozenset(eos), vocab_size)
+        wrapped = package.TokenizerWrapper(self._vocabulary)
+        self._tokenizer = package.LLTokenizer(wrapped, eos_token=sorted(self._vocabulary.eos))
+        self._executor = package.LLExecutor(1)
+
+    def compile(self, spec: GrammarSpec) -> "GrammarState":
+        """The state of an answer that has not begun; a grammar that is wrong or not supported is a UsageError."""
+        if spec.kind not in KINDS:
+            raise UsageError(f"a grammar is one of {', '.join(KINDS)}, not {spec.kind!r}")
+        try:
+            grammar = _one_grammar(spec)
+        except ValueError as error:
+            raise UsageError(f"the {_named(spec)} cannot be used: {_one_line(str(error))}") from None
+        state = self._state([grammar])
+        if reason := state.flaw():
+            raise UsageError(f"the {_named(spec)} cannot be used: {reason}")
+        return state if spec.after is None else self._state(self._vocabulary.begin_after(spec, grammar))
+
+    def _state(self, grammars: list[dict[str, Any]]) -> "GrammarState":
+        text = json.dumps({"grammars": grammars})
+        return GrammarState(_Compiled(self._vocabulary, self._tokenizer, self._executor, text))
+
+
+class _Vocabulary:
+    """The tokens as bytes, as llguidance asks for them: it calls this object to tokenize what a grammar forces."""
+
+    bos_token_id = None
+
+    def __init__(self, tokenizer: Tokenizer, eos: frozenset[int], size: int) -> None:
+        self.eos = frozenset(token for token in eos if 0 <= token < size)
+        if not self.eos:
+            raise UsageError(f"structured output needs an EOS token below {size}, the model's are {sorted(eos)}")
+        self.size = size
+        self.special = self.eos | {token for token in tokenizer.special_ids if token < size}
+        self.special_token_ids = sorted(self.special)
+        self.eos_token_id = min(self.eos)
+        self.tokens = [tokenizer.token_bytes(token) for token in range(size)]
+        self.allowed = _packed(self.eos | {token for token, spelled in enumerate(self.tokens) if spelled}, size)
+        self.eos_row = _packed(self.eos, size)
+        self._tokenizer = tokenizer
+        self._plain = _plain_backend(tokenizer)
+
+    def __call__(self, text: bytes) -> list[int]:
+        """Tokens of a text from the middle of an answer; what spells a special token is ordinary text here."""
+        for before in ("", "\n"):  # a tokenizer that begins a text with a space does not do so after a line break
+            ids = self._plain.encode(before + text.decode(), add_special_tokens=False).ids
+            for start in range(min(len(ids), 3)):
+                if self._spell(ids[start:]) == text:
+                    return ids[start:]
+        return self._greedy(text)
+
+    def begin_after(self, spec: GrammarSpec, grammar: dict[str, Any]) -> list[dict[str, Any]]:
+        """Free text, the tag, then `grammar`: the first is the entry."""
+        gap = "GAP?" if spec.kind.startswith("json") else ""
+        return [{"lark_grammar": self._free_text(spec.after or "", gap)}, {**grammar, "name": "answer"}]
+
+    def _free_text(self, tag: str, gap: str) -> str:
+        """Lark: anything, the tag, then the grammar named `answer`."""
+        tag_id = self._tag_token(tag)
+        others = _ranges(self.special - self.eos - {tag_id})
+        return "\n".join(
+            [
+                f"start: {'free*' if others else ''} tag {gap} @answer",
+                *([f"free: TEXT? <[{others}]>"] if others else []),
+                f"tag: spelled{'' if tag_id is None else f' | TEXT? <[{tag_id}]>'}",
+                f"spelled[lazy]: ANY {_quoted(tag)}",
+                f"TEXT: ANY & ~(ANY {_quoted(tag)} ANY)",
+                "ANY: /(?s:.*)/",
+                f"GAP: {_GAP}",
+            ]
+        )
+
+    def _tag_token(self, tag: str) -> int | None:
+        """The id of a tag that is one special token; None if it is ordinary text."""
+        if not tag:
+            raise UsageError("the text after which a grammar begins is empty; leave it out instead")
+        ids = self._tokenizer.encode(tag, add_special=False)
+        if not self.special.intersection(ids):
+            return None
+        if len(ids) != 1 or ids[0] in self.eos:
+            raise UsageError(f"a grammar begins after ordinary text or one special token other than EOS, not {tag!r}")
+        return ids[0]
+
+    @cached_property
+    def _by_bytes(self) -> dict[bytes, int]:
+        return {text: token for token, text in enumerate(self.tokens) if text and token not in self.special}
+
+    def _spell(self, ids: Iterable[int]) -> bytes | None:
+        ids = list(ids)
+        return b"".join(self.tokens[i] for i in ids) if all(i < self.size for i in ids) else None
+
+    def _greedy(self, text: bytes) -> list[int]:
+        """The longest token first; a byte no token begins with ends it, since a callback must not raise."""
+        ids: list[int] = []
+        while text:
+            length = next((n for n in range(min(len(text), 64), 0, -1) if text[:n] in self._by_bytes), 0)
+            if not length:
+                break
+            ids.append(self._by_bytes[text[:length]])
+            text = text[length:]
+        return ids
+
+
+@dataclass(frozen=True, slots=True)
+class _Compiled:
+    """A grammar with what runs it."""
+
+    vocabulary: _Vocabulary
+    tokenizer: "llguidance.LLTokenizer"
+    executor: "llguidance.LLExecutor"
+    text: str
+
+    def matcher(self) -> "llguidance.LLMatcher":
+        """A matcher at the beginning."""
+        package = _package()
+        limits = package.LLParserLimits(verbose_errors=False)
+        return package.LLMatcher(self.tokenizer, self.text, log_level=0, limits=limits)
+
+
+class GrammarState:
+    """Where one answer stands in its grammar, by its committed tokens alone."""
+
+    def __init__(self, compiled: _Compiled) -> None:
+        self._compiled = compiled
+        self._matcher = compiled.matcher()
+        self._committed: list[int] = []
+        self._ended = False
+
+    @property
+    def over(self) -> bool:
+        """Whether nothing but EOS may follow; also after EOS."""
+        return self._ended or self._matcher.is_stopped()
+
+    def masks(self, drafted: Sequence[int]) -> np.ndarray:
+        """The tokens allowed after the committed ones and drafted[:i], in row i; the state stays as it is.
+
+        Returns bool [n, V], where n - 1 is `legal_prefix(drafted)`. Every row allows at least one token: EOS ids where
+        the grammar may end, and after EOS they alone. A grammar that cannot go on after the committed tokens (too
+        complex, or no token fits) is an OxidizeError.
+        """
+        packed = self._rows(drafted)  # [n, words]
+        count = self._compiled.vocabulary.size
+        return np.unpackbits(packed.view(np.uint8), axis=1, count=count, bitorder="little").view(np.bool_)
+
+    def legal_prefix(self, drafted: Sequence[int]) -> int:
+        """How many drafted tokens, from the first on, `masks` allows; the state stays as it is."""
+        return len(self._rows(drafted)) - 1
+
+    def commit(self, tokens: Sequence[int]) -> None:
+        """Advance by tokens that were drawn under the masks; an EOS id ends the answer."""
+        for token in tokens:
+            if self._ended:
+                raise OxidizeError(f"token {token} was committed after EOS; nothing may follow it")
+            if token in self._compiled.vocabulary.eos:
+                self._ended = True
+            elif not self._matcher.consume_token(token):
+                raise OxidizeError(f"token {token} was committed against the grammar; mask the law it is drawn from")
+            else:
+                self._committed.append(token)
+
+    def forced(self) -> list[int]:
+        """The tokens that must follow, where the grammar leaves no choice; the state stays as it is."""
+        return [] if self.over else self._matcher.compute_ff_tokens()
+
+    def fork(self) -> "GrammarState":
+        """An independent state of the same text."""
+        twin = object.__new__(GrammarState)
+        twin._compiled = self._compiled
+        twin._matcher = self._matcher.deep_copy()
+        twin._committed = self._committed.copy()
+        twin._ended = self._ended
+        return twin
+
+    def flaw(self) -> str | None:
+        """Why no answer can be written with this grammar, of a state at the beginning; None if one can."""
+        if self._matcher.is_error():
+            return _one_line(self._matcher.get_error())
+        try:
+            first = self._rows([])
+        except OxidizeError:
+            return "it matches no text at all"
+        vocabulary = self._compiled.vocabulary
+        text = first[0] & ~vocabulary.eos_row
+        if not text.any():
+            return "it matches only the empty text"
+        probe = self._matcher.deep_copy()
+        probe.consume_token(_first(text))
+        return None if probe.rollback(1) else _one_line(probe.get_error())
+
+    def _rows(self, drafted: Sequence[int]) -> np.ndarray:
+        """`masks` with a bit for each token: uint32 [n, words]."""
+        vocabulary = self._compiled.vocabulary
+        if self._ended:
+            return vocabulary.eos_row[None]
+        played = list(takewhile(lambda token: 0 <= token < vocabulary.size and token not in vocabulary.eos, drafted))
+        rows = self._computed(played) & vocabulary.allowed
+        legal = sum(1 for _ in takewhile(lambda pair: _has(rows, *pair), enumerate(played)))
+        if not rows[legal].any():  # the last token leads to where nothing fits
+            legal -= 1
+        if legal < 0:
+            raise OxidizeError("the grammar cannot go on: no token of the vocabulary fits; change the grammar")
+        if legal == len(played) < len(drafted) and _has(rows, legal, drafted[legal], vocabulary.eos):
+            return np.concatenate([rows, vocabulary.eos_row[None]])
+        return rows[: legal + 1]
+
+    def _computed(self, played: list[int]) -> np.ndarray:
+        """uint32 [len(played) + 1, words]: what llguidance allows; rows it did not reach allow nothing."""
+        rows = np.zeros((len(played) + 1, len(self._compiled.vocabulary.allowed)), np.uint32)
+        width = rows[0].nbytes
+        if played:
+            work = [(self._matcher, 0, played)]
+            self._compiled.executor.unsafe_compute_mask_ptr_with_draft_token(work, rows.ctypes.data, width, len(rows))
+        else:
+            self._matcher.unsafe_compute_mask_ptr(rows.ctypes.data, width)
+        return self._computed_apart(played) if self._matcher.is_error() else rows
+
+    def _computed_apart(self, played: list[int]) -> np.ndarray:
+        """The same, row by row on copies: a matcher that failed, on a drafted token too, never recovers."""
+        ahead = self._compiled.matcher()
+        ahead.consume_tokens(self._committed)
+        self._matcher = ahead.deep_copy()
+        rows = np.zeros((len(played) + 1, len(self._compiled.vocabulary.allowed)), np.uint32)
+        for row, token in zip(rows, [*played, None], strict=True):
+            work = ahead.deep_copy()
+            work.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
+            if work.is_error():
+                row[:] = 0
+            if work.is_error() or token is None or not ahead.consume_token(token):
+                break
+        return rows
+
+
+def _package() -> Any:
+    try:
+        import llguidance
+    except ImportError:
+        raise UsageError(
+            "structured output needs the package llguidance; install it with: pip install 'oxidize-ort[grammar]'"
+        ) from None
+    return llguidance
+
+
+def _one_grammar(spec: GrammarSpec) -> dict[str, Any]:
+    """The grammar in llguidance's own JSON form; ValueError if it is none."""
+    matcher = _package().LLMatcher
+    if spec.kind == "json_object":
+        if spec.text:
+            raise ValueError("json_object takes no text; give a json_schema instead")
+        spec = GrammarSpec("json_schema", '{"type": "object"}')
+    if spec.kind == "json_schema":
+        grammar = json.loads(matcher.grammar_from_json_schema(spec.text, None, _STRICT))["grammars"][0]
+        options = grammar["json_schema"]["x-guidance"]
+        if not options.keys() & {"whitespace_flexible", "whitespace_pattern"}:
+            options["whitespace_pattern"] = _SPACE
+        return grammar
+    if spec.kind == "regex":
+        return json.loads(matcher.grammar_from_regex(spec.text))["grammars"][0]
+    if found := _NO_REWIND.search(spec.text):
+        raise ValueError(f"{found[1]}= is not supported; use suffix= or lazy, and the request's own limits")
+    return {"lark_grammar": spec.text}
+
+
+def _plain_backend(tokenizer: Tokenizer) -> Any:
+    backend = tokenizer._backend
+    plain = type(backend).from_str(backend.to_str())
+    plain.encode_special_tokens = True
+    return plain
+
+
+def _packed(tokens: Collection[int], size: int) -> np.ndarray:
+    """A set of token ids as bits, uint32 [words]."""
+    bits = np.zeros(-(-size // _WORD) * _WORD, np.uint8)
+    bits[list(tokens)] = 1
+    return np.packbits(bits, bitorder="little").view(np.uint32)
+
+
+def _has(rows: np.ndarray, row: int, token: int, among: Collection[int] | None = None) -> bool:
+    if among is not None and token not in among:
+        return False
+    return bool(int(rows[row, token // _WORD]) >> (token % _WORD) & 1)
+
+
+def _first(packed: np.ndarray) -> int:
+    return int(np.flatnonzero(np.unpackbits(packed.view(np.uint8), bitorder="little"))[0])
+
+
+def _ranges(tokens: Collection[int]) -> str:
+    """Token ids as Lark lists them: "3-5,9-9"."""
+    ordered = sorted(tokens)
+    first = [token for token in ordered if token - 1 not in tokens]
+    last = [token for token in ordered if token + 1 not in tokens]
+    return ",".join(f"{low}-{high}" for low, high in zip(first, last, strict=True))
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _named(spec: GrammarSpec) -> str:
+    return {"regex": "regular expression", "lark": "Lark grammar"}.get(spec.kind, "JSON schema")
+
+
+def _one_line(message: str) -> str:
+    """The reason in llguidance's message, which may show the source in lines below it."""
+    lines = [line.strip() for line in message.splitlines() if line.strip()] or ["no reason was given"]
+    reasons = [line for line in lines[1:] if line.startswith("error:")]
+    return " ".join([lines[0], *reasons])[:300]

@@ -1,0 +1,99 @@
+"""How much drafting may lose, and when a drafter that did not pay is tried again. All losses are in plain steps."""
+
+from .costs import CostCurve
+from .estimates import ByContext, ByPosition, DraftCost, PassCost
+
+_INCOME = 1 / 64  # what every token gives back to both allowances
+_START, _RISK = 12.0, 32.0  # what all drafting together may lose: at first, and after it has earned more
+_TRIAL = 3.0  # what probes may lose
+_FIRST_GAP, _SHORT_GAP, _LONG_GAP = 6, 12, 40  # tokens between probes: at first, and the bounds of the last
+_RIVAL_GAP = 128  # tokens between the probes of a source while another one is in use
+_LONGEST_PROBE = 8
+_SAME_PRICE = 1.1  # a longer probe is preferred where it costs at most so many times what one token costs
+_CONVINCED = 6  # tokens kept in a row by probes that outweigh all that was known before
+_HOPE, _SURE = 0.7, 0.9  # chance of a computed token before anything was seen; of a forced or convincing one
+
+
+class Ledger:
+    """Books what drafting saved and lost against plain decoding. Gains beyond the limits are not banked.
+
+    risk: what drafting may lose now; a round that could lose more is not played. trial: the same for probes.
+    """
+
+    def __init__(self) -> None:
+        self.risk, self.trial = _START, _TRIAL
+
+    def book(self, tokens: int, steps: float, probing: bool) -> None:
+        """Count `tokens` that came for `steps` plain steps, in a round that was a probe or not."""
+        saved, income = tokens - steps, tokens * _INCOME
+        self.risk = min(_RISK, self.risk + saved + income)
+        self.trial = min(_TRIAL, self.trial + (saved if probing else 0.0) + income)
+
+
+class Track:
+    """What is known of one source: its cost, its acceptance, and, if its drafts cost something, when to probe it."""
+
+    def __init__(self, name: str, free: bool, draft: CostCurve | None, max_k: int) -> None:
+        self.name, self.free, self._max_k = name, free, max_k
+        self.cost = DraftCost(draft)
+        self.by_position = ByPosition(_SURE if free else _HOPE, max_k)
+        self.by_context = ByContext()
+        self.pause: int | None = None  # rounds between the last two times it was asked; None before the second
+        self.in_use = False  # it was chosen, and not given up since
+        self.run = 0  # draft tokens in a row that probes kept
+        self._asked: int | None = None
+        self._last, self._gap, self._due, self._step = 0, _FIRST_GAP, 0, 0
+
+    def estimate(self, match_length: int) -> ByPosition | ByContext:
+        """The estimate for lookups, or the one for all other proposals."""
+        return self.by_context if match_length else self.by_position
+
+    def ask(self, round_: int, tokens: int) -> None:
+        """Note that it is asked in this round, when so many tokens have been generated."""
+        self.pause = None if self._asked is None else round_ - self._asked
+        self._asked, self._last = round_, tokens
+
+    def give_up(self, tokens: int) -> None:
+        """It does not pay any more: begin to probe."""
+        self.in_use = False
+        self._gap, self._due = _FIRST_GAP, tokens + _FIRST_GAP
+        self._step, self.run = 0, 0
+
+    def neglected(self, tokens: int) -> bool:
+        """Whether another source has been in use for so long that this one should be tried."""
+        return tokens - self._last >= _RIVAL_GAP
+
+    def probe(self, most: int, tokens: int, ledger: Ledger, target: PassCost) -> int:
+        """How many tokens to probe with in this round: 0 while it is too soon, or a failure could not be borne.
+
+        1, 2, 4, ... as long as all are kept, and as many more as cost next to nothing.
+        """
+        if tokens < self._due or self._price(1, target) > min(ledger.risk, ledger.trial):
+            return 0
+        self._due = tokens + self._gap
+        most = min(most, _LONGEST_PROBE)
+        k, limit = min(2**self._step, most), _SAME_PRICE * (1 + self._price(1, target)) - 1
+        while k < most and self._price(k + 1, target) <= limit:
+            k += 1
+        return k if self._price(k, target) <= ledger.risk else 1
+
+    def follow(self, proposed: int, accepted: int, tokens: int, target: PassCost) -> bool:
+        """Take in the outcome of a probe; true if the text has turned predictable and the past is forgotten.
+
+        After a probe that kept a token the next comes at once, after any other later and later.
+        """
+        kept_all = accepted == proposed
+        self._step, self.run = (self._step + 1, self.run + accepted) if kept_all else (0, 0)
+        if accepted == 0:
+            longest = min(max(2 * self._price(1, target) / _INCOME, _SHORT_GAP), _LONG_GAP)
+            self._gap = min(2 * self._gap, int(longest))
+        self._due = tokens + (0 if accepted else self._gap)
+        if self.run < _CONVINCED:
+            return False
+        self.by_position = ByPosition(_SURE, self._max_k)
+        return True
+
+    def _price(self, k: int, target: PassCost) -> float:
+        """What a draft of k tokens loses when none is kept."""
+        passes = target.table(k + 1)
+        return (passes[k] + self.cost.table_or_guess(k, target)[-1]) / passes[0] - 1
