@@ -59,7 +59,7 @@ $(VENV)/.run: $(VENV)/bin/python pyproject.toml
 # torch is pinned because on some indexes other versions bring gigabytes of CUDA; the tests need only its CPU side.
 $(VENV)/.dev: $(VENV)/bin/python pyproject.toml
 	$(BIN)/pip install -q torch==2.13.0
-	$(BIN)/pip install -q -e '.[cpu,export,dev]'
+	$(BIN)/pip install -q -e '.[cpu,export,grammar,dev]'
 	@touch $(VENV)/.run $@
 
 # A link tree that shows type checkers the packages under their real names.

@@ -92,7 +92,7 @@ def make_sides(engine: Engine, arguments: argparse.Namespace) -> dict[str, Side]
 
 def _drafting(engine: Engine) -> SpeculativeDecoder:
     """A decoder that knows nothing of what passes cost yet; a draft model has one cache and so one decoder."""
-    if isinstance(engine.decoder.drafter, NgramDrafter):
+    if all(isinstance(drafter, NgramDrafter) for drafter in engine.decoder.drafters):
         return SpeculativeDecoder(engine.target, NgramDrafter())
     return engine.decoder
 

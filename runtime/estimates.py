@@ -100,7 +100,7 @@ class _Chances:
     memory rules, whose estimate is precise; when the text changes the short one takes over within a few outcomes.
     """
 
-    _MEMORIES = (8.0, 40.0, 200.0)  # outcomes
+    _MEMORIES = (10.0, 50.0, 250.0)  # outcomes
     _SHARE = 0.01
     _TRUST = (0.1, 0.3, 0.6)
     _START = 4.0  # outcomes that what is believed at first counts for; forgotten like any others
@@ -211,3 +211,12 @@ class ByContext:
             cell = self._cell_of[context] if context < len(self._cell_of) else len(self._EDGES)
             self._cells.observe(cell, 0.5, index < accepted)
         self._cached = [self._cells.chance(cell, 0.5) for cell, prior in enumerate(self._PRIORS)]
+
+
+def expected_kept(chances: Sequence[float]) -> float:
+    """Expected number of draft tokens kept, by the chance of each given those before."""
+    total, product = 0.0, 1.0
+    for chance in chances:
+        product *= chance
+        total += product
+    return total

@@ -10,15 +10,15 @@ another spelling of the same text. Both are functions of the committed tokens al
 
 import json
 import re
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from .errors import OxidizeError, UsageError
+from .grammar_vocab import WORD, GrammarVocabulary
 from .text import Tokenizer
 
 if TYPE_CHECKING:
@@ -27,9 +27,7 @@ if TYPE_CHECKING:
 KINDS = ("json_schema", "json_object", "regex", "lark")
 _SPACE = r"( |\n {0,24})"  # at most once at each place where JSON allows white space
 _STRICT = {"lenient": False, "coerce_one_of": False}  # what is not supported is an error
-_GAP = r"/[ \n]{1,2}/"  # between the tag and JSON
-_NO_REWIND = re.compile(r"\[[^\]\n]*\b(max_tokens|stop|temperature)\s*=")
-_WORD = 32  # bits of a mask word
+_TEMPERATURE = re.compile(r"\[[^\]\n]*\btemperature\s*=")
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +62,7 @@ class GrammarCompiler:
 
     def __init__(self, tokenizer: Tokenizer, eos: Collection[int], vocab_size: int) -> None:
         package = _package()
-        self._vocabulary = _Vocabulary(tokenizer, frozenset(eos), vocab_size)
+        self._vocabulary = GrammarVocabulary(tokenizer, frozenset(eos), vocab_size)
         wrapped = package.TokenizerWrapper(self._vocabulary)
         self._tokenizer = package.LLTokenizer(wrapped, eos_token=sorted(self._vocabulary.eos))
         self._executor = package.LLExecutor(1)
@@ -80,98 +78,21 @@ class GrammarCompiler:
         state = self._state([grammar])
         if reason := state.flaw():
             raise UsageError(f"the {_named(spec)} cannot be used: {reason}")
-        return state if spec.after is None else self._state(self._vocabulary.begin_after(spec, grammar))
+        if spec.after is None:
+            return state
+        entry = self._vocabulary.free_until(spec.after, gap=spec.kind.startswith("json"))
+        return self._state([{"lark_grammar": entry}, {**grammar, "name": "answer"}])
 
     def _state(self, grammars: list[dict[str, Any]]) -> "GrammarState":
         text = json.dumps({"grammars": grammars})
         return GrammarState(_Compiled(self._vocabulary, self._tokenizer, self._executor, text))
 
 
-class _Vocabulary:
-    """The tokens as bytes, as llguidance asks for them: it calls this object to tokenize what a grammar forces."""
-
-    bos_token_id = None
-
-    def __init__(self, tokenizer: Tokenizer, eos: frozenset[int], size: int) -> None:
-        self.eos = frozenset(token for token in eos if 0 <= token < size)
-        if not self.eos:
-            raise UsageError(f"structured output needs an EOS token below {size}, the model's are {sorted(eos)}")
-        self.size = size
-        self.special = self.eos | {token for token in tokenizer.special_ids if token < size}
-        self.special_token_ids = sorted(self.special)
-        self.eos_token_id = min(self.eos)
-        self.tokens = [tokenizer.token_bytes(token) for token in range(size)]
-        self.allowed = _packed(self.eos | {token for token, spelled in enumerate(self.tokens) if spelled}, size)
-        self.eos_row = _packed(self.eos, size)
-        self._tokenizer = tokenizer
-        self._plain = _plain_backend(tokenizer)
-
-    def __call__(self, text: bytes) -> list[int]:
-        """Tokens of a text from the middle of an answer; what spells a special token is ordinary text here."""
-        for before in ("", "\n"):  # a tokenizer that begins a text with a space does not do so after a line break
-            ids = self._plain.encode(before + text.decode(), add_special_tokens=False).ids
-            for start in range(min(len(ids), 3)):
-                if self._spell(ids[start:]) == text:
-                    return ids[start:]
-        return self._greedy(text)
-
-    def begin_after(self, spec: GrammarSpec, grammar: dict[str, Any]) -> list[dict[str, Any]]:
-        """Free text, the tag, then `grammar`: the first is the entry."""
-        gap = "GAP?" if spec.kind.startswith("json") else ""
-        return [{"lark_grammar": self._free_text(spec.after or "", gap)}, {**grammar, "name": "answer"}]
-
-    def _free_text(self, tag: str, gap: str) -> str:
-        """Lark: anything, the tag, then the grammar named `answer`."""
-        tag_id = self._tag_token(tag)
-        others = _ranges(self.special - self.eos - {tag_id})
-        return "\n".join(
-            [
-                f"start: {'free*' if others else ''} tag {gap} @answer",
-                *([f"free: TEXT? <[{others}]>"] if others else []),
-                f"tag: spelled{'' if tag_id is None else f' | TEXT? <[{tag_id}]>'}",
-                f"spelled[lazy]: ANY {_quoted(tag)}",
-                f"TEXT: ANY & ~(ANY {_quoted(tag)} ANY)",
-                "ANY: /(?s:.*)/",
-                f"GAP: {_GAP}",
-            ]
-        )
-
-    def _tag_token(self, tag: str) -> int | None:
-        """The id of a tag that is one special token; None if it is ordinary text."""
-        if not tag:
-            raise UsageError("the text after which a grammar begins is empty; leave it out instead")
-        ids = self._tokenizer.encode(tag, add_special=False)
-        if not self.special.intersection(ids):
-            return None
-        if len(ids) != 1 or ids[0] in self.eos:
-            raise UsageError(f"a grammar begins after ordinary text or one special token other than EOS, not {tag!r}")
-        return ids[0]
-
-    @cached_property
-    def _by_bytes(self) -> dict[bytes, int]:
-        return {text: token for token, text in enumerate(self.tokens) if text and token not in self.special}
-
-    def _spell(self, ids: Iterable[int]) -> bytes | None:
-        ids = list(ids)
-        return b"".join(self.tokens[i] for i in ids) if all(i < self.size for i in ids) else None
-
-    def _greedy(self, text: bytes) -> list[int]:
-        """The longest token first; a byte no token begins with ends it, since a callback must not raise."""
-        ids: list[int] = []
-        while text:
-            length = next((n for n in range(min(len(text), 64), 0, -1) if text[:n] in self._by_bytes), 0)
-            if not length:
-                break
-            ids.append(self._by_bytes[text[:length]])
-            text = text[length:]
-        return ids
-
-
 @dataclass(frozen=True, slots=True)
 class _Compiled:
     """A grammar with what runs it."""
 
-    vocabulary: _Vocabulary
+    vocabulary: GrammarVocabulary
     tokenizer: "llguidance.LLTokenizer"
     executor: "llguidance.LLExecutor"
     text: str
@@ -321,45 +242,19 @@ def _one_grammar(spec: GrammarSpec) -> dict[str, Any]:
         return grammar
     if spec.kind == "regex":
         return json.loads(matcher.grammar_from_regex(spec.text))["grammars"][0]
-    if found := _NO_REWIND.search(spec.text):
-        raise ValueError(f"{found[1]}= is not supported; use suffix= or lazy, and the request's own limits")
+    if _TEMPERATURE.search(spec.text):
+        raise ValueError("temperature= is not supported; use the request's own temperature")
     return {"lark_grammar": spec.text}
-
-
-def _plain_backend(tokenizer: Tokenizer) -> Any:
-    backend = tokenizer._backend
-    plain = type(backend).from_str(backend.to_str())
-    plain.encode_special_tokens = True
-    return plain
-
-
-def _packed(tokens: Collection[int], size: int) -> np.ndarray:
-    """A set of token ids as bits, uint32 [words]."""
-    bits = np.zeros(-(-size // _WORD) * _WORD, np.uint8)
-    bits[list(tokens)] = 1
-    return np.packbits(bits, bitorder="little").view(np.uint32)
 
 
 def _has(rows: np.ndarray, row: int, token: int, among: Collection[int] | None = None) -> bool:
     if among is not None and token not in among:
         return False
-    return bool(int(rows[row, token // _WORD]) >> (token % _WORD) & 1)
+    return bool(int(rows[row, token // WORD]) >> (token % WORD) & 1)
 
 
 def _first(packed: np.ndarray) -> int:
     return int(np.flatnonzero(np.unpackbits(packed.view(np.uint8), bitorder="little"))[0])
-
-
-def _ranges(tokens: Collection[int]) -> str:
-    """Token ids as Lark lists them: "3-5,9-9"."""
-    ordered = sorted(tokens)
-    first = [token for token in ordered if token - 1 not in tokens]
-    last = [token for token in ordered if token + 1 not in tokens]
-    return ",".join(f"{low}-{high}" for low, high in zip(first, last, strict=True))
-
-
-def _quoted(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)
 
 
 def _named(spec: GrammarSpec) -> str:

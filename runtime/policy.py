@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from .costs import CostCurve
-from .estimates import PassCost, prior_cost
+from .estimates import PassCost, expected_kept, prior_cost
 from .probing import Ledger, Track
 
 __all__ = ["Offer", "PassCost", "Plan", "Policy", "PolicyConfig", "Source", "State", "prior_cost"]
 
-_RELIEF = 0.98  # a computed draft in use is given up when it decodes at less than this speed of plain decoding
+_RELIEF = 0.97  # a computed draft in use is given up when it decodes at less than this speed of plain decoding
 _CLEARLY = 0.75  # ... or when its acceptance is under this share of the floor
 _PATIENCE = 16  # rounds with offers of which none was worth verifying
 _WINDOW_ROUNDS, _WINDOW_TOKENS = 32, 24  # of the rate that counts when k is fixed
@@ -82,7 +82,7 @@ class _Choice:
     @property
     def rate(self) -> float:
         """Expected share of the k tokens that is kept."""
-        return _expected(self.chances[: self.k]) / self.k
+        return expected_kept(self.chances[: self.k]) / self.k
 
 
 class Policy:
@@ -283,14 +283,6 @@ def _fastest(
         if cost <= limit and expected > best_rate * cost:
             best, best_rate = k, expected / cost
     return best, best_rate
-
-
-def _expected(chances: Sequence[float]) -> float:
-    total, product = 0.0, 1.0
-    for chance in chances:
-        product *= chance
-        total += product
-    return total
 
 
 def _why_speculate(choice: _Choice) -> str:

@@ -1,14 +1,15 @@
 """How much drafting may lose, and when a drafter that did not pay is tried again. All losses are in plain steps."""
 
 from .costs import CostCurve
-from .estimates import ByContext, ByPosition, DraftCost, PassCost
+from .estimates import ByContext, ByPosition, DraftCost, PassCost, expected_kept
 
 _INCOME = 1 / 64  # what every token gives back to both allowances
 _START, _RISK = 12.0, 32.0  # what all drafting together may lose: at first, and after it has earned more
 _TRIAL = 3.0  # what probes may lose
-_FIRST_GAP, _SHORT_GAP, _LONG_GAP = 6, 12, 40  # tokens between probes: at first, and the bounds of the last
+_FIRST_GAP, _SHORT_GAP, _LONG_GAP = 6, 4, 40  # tokens between probes: at first, and the bounds of the last
 _RIVAL_GAP = 128  # tokens between the probes of a source while another one is in use
 _LONGEST_PROBE = 8
+_PACE = 1.5
 _SAME_PRICE = 1.1  # a longer probe is preferred where it costs at most so many times what one token costs
 _CONVINCED = 6  # tokens kept in a row by probes that outweigh all that was known before
 _HOPE, _SURE = 0.7, 0.9  # chance of a computed token before anything was seen; of a forced or convincing one
@@ -71,10 +72,7 @@ class Track:
         if tokens < self._due or self._price(1, target) > min(ledger.risk, ledger.trial):
             return 0
         self._due = tokens + self._gap
-        most = min(most, _LONGEST_PROBE)
-        k, limit = min(2**self._step, most), _SAME_PRICE * (1 + self._price(1, target)) - 1
-        while k < most and self._price(k + 1, target) <= limit:
-            k += 1
+        k = self._length(min(most, _LONGEST_PROBE), target)
         return k if self._price(k, target) <= ledger.risk else 1
 
     def follow(self, proposed: int, accepted: int, tokens: int, target: PassCost) -> bool:
@@ -85,13 +83,20 @@ class Track:
         kept_all = accepted == proposed
         self._step, self.run = (self._step + 1, self.run + accepted) if kept_all else (0, 0)
         if accepted == 0:
-            longest = min(max(2 * self._price(1, target) / _INCOME, _SHORT_GAP), _LONG_GAP)
-            self._gap = min(2 * self._gap, int(longest))
+            k = self._length(min(self._max_k, _LONGEST_PROBE), target)
+            loss = self._price(k, target) - expected_kept(self.by_position.chances(k))
+            self._gap = min(2 * self._gap, int(min(max(_PACE * loss / _INCOME, _SHORT_GAP), _LONG_GAP)))
         self._due = tokens + (0 if accepted else self._gap)
         if self.run < _CONVINCED:
             return False
         self.by_position = ByPosition(_SURE, self._max_k)
         return True
+
+    def _length(self, most: int, target: PassCost) -> int:
+        k, limit = min(2**self._step, most), _SAME_PRICE * (1 + self._price(1, target)) - 1
+        while k < most and self._price(k + 1, target) <= limit:
+            k += 1
+        return k
 
     def _price(self, k: int, target: PassCost) -> float:
         """What a draft of k tokens loses when none is kept."""

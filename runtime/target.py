@@ -15,6 +15,8 @@ from .session import Arena, Binding, Device, GraphSession, RuntimeOptions, Tenso
 
 PREFILL_CHUNK = 512
 _MAX_PASSES = 64
+_ONE_BLOCK = 32  # rows that kernels take in one block, whatever the machine; wider passes may end in a block of one row
+_EXACT_HEAD_DIM = 128  # up to it GroupQueryAttention's sums on the CPU do not depend on where a pass ends
 _CPU = Device("cpu")
 
 
@@ -57,7 +59,8 @@ class Target:
     """Runs ragged passes of token rows and returns logits; owns the sessions and the KV cache.
 
     `floor` is the least number of rows per slot and per head call: 2 makes results independent of how rows are
-    grouped into passes on the CPU provider, whose one-row kernels round differently from all wider ones.
+    grouped into passes on the CPU provider, whose one-row kernels round differently from all wider ones. Raises
+    UsageError where a floor of 2 is known not to be enough.
     """
 
     def __init__(self, bundle: Bundle, options: RuntimeOptions, slots: int = 1, floor: int = 1) -> None:
@@ -68,7 +71,7 @@ class Target:
         self.context = facts.max_positions - (floor - 1)
         self.sessions = {
             role: _open(bundle, entry, self.provider, options, light=role != "body")
-            for role, entry in _choose_graphs(bundle, self.provider, slots).items()
+            for role, entry in _choose_graphs(bundle, self.provider, slots, floor).items()
         }
         body = self.sessions["body"]
         self.device, dtype = body.device, body.contract.outputs[0].dtype
@@ -90,7 +93,7 @@ class Target:
         """
         layout = self._layout(requests)
         wanted = sum(request.wanted for request in requests)
-        count = max(wanted, self.floor) if wanted else 0
+        count = self._padded(wanted) if wanted else 0
         current = self._prepare(layout, count)
         self._fill(current.inputs, layout, requests)
         self.sessions["embed"].run(current.bindings["embed"])
@@ -131,8 +134,20 @@ class Target:
                     "shorten the prompt or ask for fewer tokens"
                 )
         slots = [request.slot for request in requests]
-        width = max(self.floor, *(len(request.tokens) for request in requests))
-        return _Layout(min(slots), max(slots) + 1, width)
+        low, high = min(slots), max(slots) + 1
+        width = max(self._padded(len(request.tokens)) for request in requests)
+        odd = (high - low) * width % 2 and (high - low) * width > _ONE_BLOCK
+        return _Layout(low, high, width + 1 if odd and self.floor > 1 else width)
+
+    def _padded(self, rows: int) -> int:
+        """How many rows are run for so many, spare ones included.
+
+        Kernels take a wide pass in blocks of an even number of rows, and a last block of one row is rounded like a pass
+        of one; so under the floor wide passes are even.
+        """
+        if self.floor == 1 or self.floor <= rows <= _ONE_BLOCK:
+            return rows
+        return max(rows + rows % 2, self.floor)
 
     def _prepare(self, layout: _Layout, count: int) -> _Pass:
         rows = layout.batch * layout.width
@@ -192,10 +207,10 @@ class Target:
             ids.fill(0)
         for request in requests:
             row, tokens = request.slot - layout.low, request.tokens
+            counts[row] = self._padded(len(tokens))
             ids[row, : len(tokens)] = tokens
-            if len(tokens) < self.floor:
-                ids[row, len(tokens) : self.floor] = tokens[-1]
-            counts[row] = max(len(tokens), self.floor)
+            if len(tokens) < counts[row]:
+                ids[row, len(tokens) : counts[row]] = tokens[-1]
         if "seqlens_k" in inputs:
             _fill_ort(inputs, past, counts)
         else:
@@ -258,10 +273,16 @@ def _concrete(spec: TensorSpec, axes: dict[str, int]) -> tuple[int, ...]:
     return tuple(axes[axis] if isinstance(axis, str) else axis for axis in spec.shape)
 
 
-def _choose_graphs(bundle: Bundle, provider: str, slots: int) -> dict[str, GraphEntry]:
-    """The graph of each role; TensorRT wants the standard profile, other providers the ort one."""
+def _choose_graphs(bundle: Bundle, provider: str, slots: int, floor: int) -> dict[str, GraphEntry]:
+    """The graph of each role; TensorRT wants the standard profile, others the ort one where the floor holds with it."""
     manifest = bundle.manifest
-    for profile in ("std", "ort") if provider == "tensorrt" else ("ort", "std"):
+    only_std = provider == "cpu" and floor > 1 and manifest.model.head_dim > _EXACT_HEAD_DIM
+    if only_std and manifest.graph("body", "std") is None:
+        raise UsageError(
+            f"exact mode needs the std profile for a model with heads of {manifest.model.head_dim} on the CPU, because "
+            "the other one's attention rounds by where a pass ends; export it again with --profile std, or both"
+        )
+    for profile in ("std",) if only_std else ("std", "ort") if provider == "tensorrt" else ("ort", "std"):
         ragged = profile == "ort" and slots > 1
         body = manifest.graph("body", profile, ragged)
         if body is not None:

@@ -36,6 +36,10 @@ class Script:
     runs: list[int]
     matches: list[int] | None = None
 
+    def draft_ms(self, k: int) -> float:
+        """Time to propose k tokens."""
+        return self.source.draft.at(k) if self.source.draft is not None and k else 0.0
+
 
 @dataclass
 class World:
@@ -47,9 +51,6 @@ class World:
     max_k: int = 8
     slowness: list[float] | None = None  # factor on times, by position
     catch_up: float = 0.0  # milliseconds a draft pays for each token it has not read
-
-    def draft_ms(self, script: Script, k: int) -> float:
-        return 0.0 if script.source.draft is None else script.source.draft.at(k)
 
     def offers(self, position: int, most: int) -> list[Offer]:
         return [
@@ -74,20 +75,19 @@ def bernoulli(length: int, chance: Callable[[int], float], seed: int) -> list[in
 
 def play_fixed(world: World, order: Sequence[str], k: int) -> float:
     """Time with the first source of `order` that can propose, always k tokens."""
-    scripts = {script.source.name: script for script in world.scripts}
-    plain = [world.machine.at(width) for width in range(1, k + 2)]
+    by_name = {script.source.name: script for script in world.scripts}
+    scripts = [by_name[name] for name in order]
+    passes = [world.machine.at(width) for width in range(1, k + 2)]
+    drafts = [[script.draft_ms(most) for most in range(k + 1)] for script in scripts]
     position, total = 0, 0.0
     while position < world.length:
         most = min(k, world.length - position - 1)
-        slow = world.slowness[position] if world.slowness else 1.0
-        accepted, cost = 0, plain[0]
-        for name in order if most else ():
-            script = scripts[name]
+        accepted, cost = 0, passes[0]
+        for script, draft in zip(scripts, drafts, strict=True) if most else ():
             if script.matches is None or script.matches[position] >= 0:
-                accepted = min(most, script.runs[position])
-                cost = plain[most] + world.draft_ms(script, most)
+                accepted, cost = min(most, script.runs[position]), passes[most] + draft[most]
                 break
-        total += slow * cost
+        total += cost * world.slowness[position] if world.slowness else cost
         position += accepted + 1
     return total
 
@@ -123,7 +123,7 @@ def play(world: World, policy: Policy) -> Log:
         accepted = 0
         if script is not None:
             if script.source.draft is not None:
-                draft = slow * (world.draft_ms(script, plan.k) + world.catch_up * (position - read[script.source.name]))
+                draft = slow * (script.draft_ms(plan.k) + world.catch_up * (position - read[script.source.name]))
                 policy.record_draft_cost(script.source.name, plan.k, draft)
                 log.total += draft
             accepted = min(plan.k, script.runs[position])
