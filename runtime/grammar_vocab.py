@@ -3,7 +3,6 @@
 import json
 from collections.abc import Collection, Iterable
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 
@@ -31,12 +30,11 @@ class GrammarVocabulary:
         self.allowed = packed(self.eos | {token for token, spelled in enumerate(self.tokens) if spelled}, size)
         self.eos_row = packed(self.eos, size)
         self._tokenizer = tokenizer
-        self._plain = _plain_backend(tokenizer)
 
     def __call__(self, text: bytes) -> list[int]:
         """Tokens of a text from the middle of an answer; what spells a special token is ordinary text here."""
         for before in ("", "\n"):  # a tokenizer that begins a text with a space does not do so after a line break
-            ids = self._plain.encode(before + text.decode(), add_special_tokens=False).ids
+            ids = self._tokenizer.encode_plain(before + text.decode())
             for start in range(min(len(ids), 3)):
                 if self._spell(ids[start:]) == text:
                     return ids[start:]
@@ -87,13 +85,6 @@ class GrammarVocabulary:
             ids.append(self._by_bytes[text[:length]])
             text = text[length:]
         return ids
-
-
-def _plain_backend(tokenizer: Tokenizer) -> Any:
-    backend = tokenizer._backend
-    plain = type(backend).from_str(backend.to_str())
-    plain.encode_special_tokens = True
-    return plain
 
 
 def packed(tokens: Collection[int], size: int) -> np.ndarray:

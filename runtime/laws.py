@@ -18,7 +18,7 @@ class Constraint(Protocol):
     """A grammar that follows one answer; `grammar.GrammarState` is the real one."""
 
     def masks(self, drafted: Sequence[int]) -> np.ndarray:
-        """bool [n, V]: row i allows what may follow drafted[:i], for the legal part of `drafted` up to its first end."""
+        """bool [n, V]: row i allows what may follow drafted[:i], for the legal part of `drafted`, to its first end."""
         ...
 
     def legal_prefix(self, drafted: Sequence[int]) -> int:

@@ -59,6 +59,16 @@ class Tokenizer:
         except (TypeError, UnicodeError):
             raise UsageError("the text holds a lone surrogate, which UTF-8 cannot write; remove it") from None
 
+    def encode_plain(self, text: str) -> list[int]:
+        """Token ids of `text` alone: special tokens spelled in it are ordinary text, and none is added."""
+        return self._plain.encode(text, add_special_tokens=False).ids
+
+    @cached_property
+    def _plain(self) -> "Backend":
+        plain = type(self._backend).from_str(self._backend.to_str())
+        plain.encode_special_tokens = True
+        return plain
+
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
         """The text of `ids`; ids without a token are skipped, bytes that are no UTF-8 become U+FFFD.
 

@@ -22,6 +22,7 @@ DOORS = {
     "optimum": {"export/fallback.py"},
     "tokenizers": {"runtime/text.py", "export/tokenizer.py", "export/gguf_tokenizer.py", "export/pretokenizers.py"},
     "jinja2": {"runtime/chat.py"},
+    "llguidance": {"runtime/grammar.py"},
     "rich": {"cli/export.py"},
 }
 HEAVY = ("onnxruntime", "numpy", "tokenizers", "jinja2", "rich")

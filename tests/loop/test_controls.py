@@ -85,7 +85,7 @@ class Blurred(FakeDraft):
 
     def propose(self, committed, k, context):
         tokens, laws = [], []
-        for index in range(k):
+        for _ in range(k):
             text = [*committed, *tokens]
             laws.append(context.law(0.6 * self._rule(text, V) + 0.4 * self._rule([9, *text], V), tokens))
             tokens.append(context.draw(laws[-1], len(text)))
