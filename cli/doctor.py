@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from .options import cache_folder, provider_settings, runtime_options
+from .options import cache_folder, runtime_of, runtime_options
 
 if TYPE_CHECKING:
     from oxidize.runtime.bundle import Bundle
@@ -38,12 +38,10 @@ def command(bundles: tuple[Path, ...], drafts: tuple[str, ...], refresh: bool, a
     `run` uses what was measured. Without a BUNDLE: facts about the machine.
     """
     from oxidize.runtime.machine import describe_machine
-    from oxidize.runtime.session import RuntimeOptions
 
     from .advice import as_dict, report
 
-    settings = provider_settings(options["provider_options"])
-    runtime = RuntimeOptions(options["provider"], options["threads"], options["spin"], 0, settings)
+    runtime = runtime_of(options)
     machine, providers = describe_machine(), _providers()
     found = [_diagnose(bundle, drafts, runtime, options["exact"], refresh) for bundle in bundles]
     if as_json:

@@ -17,7 +17,7 @@ _OPTIONS: tuple[Decorator, ...] = (
     click.option(
         "-n", "--max-tokens", type=click.IntRange(1), default=256, show_default=True, help="Longest answer, in tokens."
     ),
-    click.option("--min-tokens", type=click.IntRange(0), default=0, help="No end before so many tokens."),
+    click.option("--min-tokens", type=click.IntRange(0), default=0, help="No end token before so many tokens."),
     click.option("--temperature", type=float, default=0.0, show_default=True, help="0 takes the likeliest token."),
     click.option("--top-k", type=int, default=0, help="Keep the k likeliest tokens; 0: all."),
     click.option("--top-p", type=float, default=1.0, help="Keep the likeliest tokens that make up this much."),
@@ -38,8 +38,10 @@ _OPTIONS: tuple[Decorator, ...] = (
     click.option("--regex", metavar=_FILE_HINT, help="Answer with a match of this regular expression."),
     click.option("--grammar", metavar=_FILE_HINT, help="Answer with a text of this Lark grammar."),
     click.option("--grammar-after", metavar="TEXT", help="The structured part begins after this, e.g. </think>."),
-    click.option("--logprobs", type=click.IntRange(0, 20), help="Report log probabilities, of so many tokens a place."),
-    click.option("--choices", type=click.IntRange(1, 128), default=1, help="So many answers, numbered from 0."),
+    click.option(
+        "--logprobs", type=click.IntRange(0, 20), help="With --json: log probabilities, also of so many other tokens."
+    ),
+    click.option("--choices", type=click.IntRange(1, 128), default=1, help="So many answers, one after the other."),
 )
 
 
@@ -125,12 +127,12 @@ def _grammar(options: dict[str, Any]) -> Any:
 
 
 def _text(value: str) -> str:
-    """The value itself, or the file that "@FILE" names."""
+    """The value itself, the file that "@FILE" names, or, for "@@TEXT", a value that begins with @."""
     from oxidize.runtime.errors import UsageError
 
-    if not value.startswith("@"):
-        return value
+    if not value.startswith("@") or value.startswith("@@"):
+        return value[1:] if value.startswith("@") else value
     try:
-        return Path(value[1:]).read_text(encoding="utf-8")
+        return Path(value[1:]).read_text(encoding="utf-8").removesuffix("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"cannot read {value[1:]}: {error}") from None

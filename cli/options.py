@@ -3,9 +3,12 @@
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
+
+if TYPE_CHECKING:
+    from oxidize.runtime.session import RuntimeOptions
 
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 
@@ -31,14 +34,17 @@ def runtime_options(function: Callable[..., Any]) -> Callable[..., Any]:
     return function
 
 
-def provider_settings(pairs: tuple[str, ...]) -> dict[str, str]:
-    """Split KEY=VALUE options."""
+def runtime_of(options: dict[str, Any]) -> "RuntimeOptions":
+    """What the options of `runtime_options` say."""
     from oxidize.runtime.errors import UsageError
+    from oxidize.runtime.session import RuntimeOptions
 
+    pairs = options["provider_options"]
     bad = [pair for pair in pairs if "=" not in pair]
     if bad:
         raise UsageError(f"--provider-option must be KEY=VALUE, not {bad[0]!r}")
-    return dict(pair.split("=", 1) for pair in pairs)
+    settings = dict(pair.split("=", 1) for pair in pairs)
+    return RuntimeOptions(options["provider"], options["threads"], options["spin"], 0, settings)
 
 
 def cache_folder() -> Path | None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from .generation import generation_options, request_of
-from .options import cache_folder, provider_settings, runtime_options
+from .options import cache_folder, runtime_of, runtime_options
 
 if TYPE_CHECKING:
     from oxidize.runtime.answer import Delta
@@ -62,6 +62,8 @@ def command(
     """Answer PROMPT from BUNDLE. The text goes to stdout, one line of statistics to stderr."""
     from oxidize.runtime.engine import Engine
 
+    if show_drafts and as_json:
+        raise click.UsageError("--show-drafts colours text and --json prints none; give one of them")
     text = _read_prompt(prompt_argument, prompt)
     request = request_of(options)
     engine = Engine.open(bundle, _engine_options(options))
@@ -70,7 +72,8 @@ def command(
         deltas = _until(engine.stream(tokens, request), interrupt)
         if as_json:
             answers = [_collect(engine, group) for _, group in groupby(deltas, _choice)]
-            click.echo(json.dumps(answers[0] if request.choices == 1 else {"choices": answers}, ensure_ascii=False))
+            choices = [{"index": index, **answer} for index, answer in enumerate(answers)]
+            click.echo(json.dumps({"choices": choices} if request.choices > 1 else answers[0], ensure_ascii=False))
         else:
             for _, group in groupby(deltas, _choice):
                 _print(engine, group, show_drafts and _colours())
@@ -102,10 +105,8 @@ def _read_stdin() -> str:
 
 def _engine_options(options: dict[str, Any]) -> Any:
     from oxidize.runtime.engine import EngineOptions
-    from oxidize.runtime.session import RuntimeOptions
 
-    settings = provider_settings(options["provider_options"])
-    runtime = RuntimeOptions(options["provider"], options["threads"], options["spin"], 0, settings)
+    runtime = runtime_of(options)
     drafts = ("none",) if options["no_spec"] else options["draft_models"]
     return EngineOptions(runtime, drafts, options["exact"], cache_folder())
 
@@ -192,5 +193,5 @@ def _logprob(engine: "Engine", entry: "TokenLogprob") -> dict[str, Any]:
 
 
 def _chance(engine: "Engine", token: int, logprob: float) -> dict[str, Any]:
-    text = engine.tokenizer.decode([token], skip_special=False)
+    text = engine.tokenizer.token_bytes(token).decode("utf-8", "replace")
     return {"id": token, "token": text, "logprob": max(logprob, _LEAST_LOGPROB)}

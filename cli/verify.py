@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from .options import cache_folder, provider_settings, runtime_options
+from .options import cache_folder, runtime_of, runtime_options
 
 if TYPE_CHECKING:
     from oxidize.runtime.bundle import Bundle
@@ -80,12 +80,10 @@ def command(bundle: Path, as_json: bool, **options: Any) -> None:
 
 def _measure(bundle: "Bundle", options: dict[str, Any]) -> "Report":
     from oxidize.runtime.drafts import open_drafters
-    from oxidize.runtime.session import RuntimeOptions
     from oxidize.runtime.verify import VerifyPlan, verify
 
     prompts = _encode(bundle, _read_prompts(options["prompt_file"], options["count"]))
-    settings = provider_settings(options["provider_options"])
-    runtime = RuntimeOptions(options["provider"], options["threads"], options["spin"], 0, settings)
+    runtime = runtime_of(options)
     drafters = open_drafters(bundle, options["drafts"], runtime, cache_folder())
     plan = VerifyPlan(options["tokens"], every_k=options["full"])
     try:
@@ -105,6 +103,8 @@ def _read_prompts(path: Path | None, count: int | None) -> list[str]:
         lines = path.read_text(encoding="utf-8").splitlines()
     except UnicodeDecodeError as error:
         raise UsageError(f"{path} is not UTF-8 text (byte {error.start}); convert it, e.g. with iconv") from None
+    except OSError as error:
+        raise UsageError(f"cannot read {path}: {error.strerror}") from None
     prompts = [line for line in lines if line.strip()][:count]
     if not prompts:
         raise UsageError(f"{path} holds no prompt; write one a line")

@@ -153,6 +153,11 @@ class SpeculativeDecoder:
         )
         try:
             yield from generate(self.target, generation, chunk)
+        except GeneratorExit:  # between two rounds, where all parts agree
+            raise
+        except BaseException:
+            self._forget()
+            raise
         finally:
             generation.stats.draft_forward_passes = self._passes() - self._draft_passes
 
@@ -182,10 +187,11 @@ class SpeculativeDecoder:
         )
         generation.stats.cached_tokens = self._reuse(prompt)
         self._describe(generation)
-        for drafter in drafters:
-            drafter.rewind(_common_prefix(prompt, self._observed))
-            drafter.observe(prompt)
         if drafters:
+            kept = _common_prefix(prompt, self._observed)
+            for drafter in drafters:
+                drafter.rewind(kept)
+                drafter.observe(prompt)
             self._observed = generation.committed
         self._draft_passes = self._passes()
         self.stats = generation.stats
@@ -197,6 +203,12 @@ class SpeculativeDecoder:
         curves = self._calibration.drafts if self._calibration is not None else {}
         sources = [Source(drafter.name, drafter.free, curves.get(drafter.name)) for drafter in drafters]
         return Policy(bounds, self._cost, [*forced, *sources])
+
+    def _forget(self) -> None:
+        """After an error in the middle of a round, the drafters begin anew."""
+        self._observed = []
+        for drafter in self.drafters:
+            drafter.reset()
 
     def _passes(self) -> int:
         return sum(drafter.passes for drafter in self.drafters)

@@ -102,9 +102,19 @@ class Engine:
     def _answer(
         self, prompt: Sequence[int], request: Request, config: SpeculativeConfig, wishes: Wishes
     ) -> Iterator[Delta]:
-        answer = Answer(self.tokenizer, self.eos, request.stops, prompt_tokens=len(prompt), choice=wishes.choice)
+        parsers = request.parsers() if request.parsers is not None else ()
+        answer = Answer(
+            self.tokenizer,
+            self.eos,
+            request.stops,
+            parsers=parsers,
+            prompt_tokens=len(prompt),
+            choice=wishes.choice,
+        )
         for emission in self.decoder.stream(prompt, request.params, self.eos, config, wishes=wishes):
             delta = answer.push(emission)
+            if delta.finish_reason is not None:
+                self.stats.end(answer.usage.completion_tokens, delta.finish_reason)
             yield delta
             if delta.finish_reason is not None:
                 return
@@ -118,6 +128,6 @@ class Engine:
         return replace(config, max_new_tokens=min(config.max_new_tokens, self.target.context - len(prompt)))
 
     def _controls(self, request: Request) -> Controls:
-        words = [form for word in request.bad_words for form in (word, f" {word}")]
-        tokens = [tuple(self.tokenizer.encode(form, add_special=False)) for form in words]
-        return replace(request.controls, bad_words=(*request.controls.bad_words, *filter(None, tokens)))
+        forms = [self.tokenizer.encode_inside(start + word) for word in request.bad_words for start in ("", " ")]
+        words = [tuple(form) for form in forms if form]
+        return replace(request.controls, bad_words=(*request.controls.bad_words, *words))

@@ -21,15 +21,18 @@ class PassCost:
 
     def __init__(self, prior: Callable[[int], float] | CostCurve) -> None:
         self._prior: Callable[[int], float] = prior.at if isinstance(prior, CostCurve) else prior
+        self._calibrated = isinstance(prior, CostCurve)
+        self._slow = self._SLOW / 3 if self._calibrated else self._SLOW  # what was measured is known better
         self._scale = 1.0
-        self._shape: list[float] = [self._prior(1)]  # [M - 1]
+        self._base: list[float] = []  # [M - 1], the prior's
+        self._shape: list[float] = []  # [M - 1], learned
         self._seen: set[int] = set()
         self._warm: set[int] = set()
-        self.known = isinstance(prior, CostCurve)
+        self.known = self._calibrated
 
     def observe(self, width: int, milliseconds: float) -> None:
         """Record one pass; the first of each width is discarded, since it pays for bindings and buffers."""
-        if width in self._warm:
+        if width in self._warm and milliseconds > 0:
             self._learn(width, milliseconds)
         self._warm.add(width)
 
@@ -40,18 +43,15 @@ class PassCost:
     def table(self, widths: int) -> list[float]:
         """Expected milliseconds of passes of 1 to `widths` rows."""
         while len(self._shape) < widths:
-            self._shape.append(self._prior(len(self._shape) + 1))
+            self._base.append(self._prior(len(self._base) + 1))
+            self._shape.append(self._base[-1])
         scale = self._scale
         return [scale * shape for shape in self._shape[:widths]]
 
     @property
     def plain_ms(self) -> float | None:
         """Milliseconds of a one-row pass, when one has been seen or calibrated."""
-        return (
-            self.estimate(1)
-            if 1 in self._seen or isinstance(getattr(self._prior, "__self__", None), CostCurve)
-            else None
-        )
+        return self.estimate(1) if 1 in self._seen or self._calibrated else None
 
     def _learn(self, width: int, milliseconds: float) -> None:
         self.table(width)
@@ -61,8 +61,8 @@ class PassCost:
         milliseconds = min(milliseconds, 2 * self._scale * shape)  # an outlier says more about the machine
         self._scale += self._FAST * (milliseconds / shape - self._scale)
         for other in self._seen:
-            self._shape[other - 1] += self._FORGET * (self._prior(other) - self._shape[other - 1])
-        self._shape[width - 1] = shape + self._SLOW * (milliseconds / self._scale - shape)
+            self._shape[other - 1] += self._FORGET * (self._base[other - 1] - self._shape[other - 1])
+        self._shape[width - 1] = shape + self._slow * (milliseconds / self._scale - shape)
         self._seen.add(width)
 
 
@@ -83,7 +83,8 @@ class DraftCost(PassCost):
 
     def observe(self, width: int, milliseconds: float) -> None:
         """Record the time `width` tokens took."""
-        self._learn(width, milliseconds)
+        if milliseconds > 0:
+            self._learn(width, milliseconds)
 
     def table_or_guess(self, most: int, target: PassCost) -> list[float]:
         """Expected cost of proposing 1 to `most` tokens, in the unit of the target's table."""
@@ -125,24 +126,23 @@ class _Chances:
         """Record one outcome."""
         self.touched = max(self.touched, cell + 1)
         weight, total = self._PRIOR_WEIGHT, 0.0
-        for index, memory in enumerate(self._MEMORIES):
-            hits, seen = self._kept[index], self._seen[index]
+        for index, (hits, seen) in enumerate(zip(self._kept, self._seen, strict=True)):
             chance = (hits[cell] + weight * prior) / (seen[cell] + weight)
             self._weights[index] *= chance if kept else 1 - chance
             total += self._weights[index]
-            decay = 1 - 1 / memory
-            hits[cell] = hits[cell] * decay + kept
-            seen[cell] = seen[cell] * decay + 1
+            hits[cell] += kept
+            seen[cell] += 1
         keep = (1 - self._SHARE) / total
         self._weights = [
             keep * weight + self._SHARE * trust for weight, trust in zip(self._weights, self._TRUST, strict=True)
         ]
 
-    def fade(self, cell: int, factor: float) -> None:
-        """Forget a part of what is known of `cell`."""
-        for hits, seen in zip(self._kept, self._seen, strict=True):
-            hits[cell] *= factor
-            seen[cell] *= factor
+    def age(self, first: int, last: int) -> None:
+        """Let the evidence in the cells from `first` to before `last` grow older by one round."""
+        for memory, hits, seen in zip(self._MEMORIES, self._kept, self._seen, strict=True):
+            decay = 1 - 1 / memory
+            hits[first:last] = [value * decay for value in hits[first:last]]
+            seen[first:last] = [value * decay for value in seen[first:last]]
 
 
 class ByPosition:
@@ -151,8 +151,6 @@ class ByPosition:
     Without evidence a position is thought to be like the one before it, so a longer draft is tried when the last token
     of the shorter one does well.
     """
-
-    _FADE = 0.98
 
     def __init__(self, prior: float, most: int) -> None:
         self._prior, self._cells = 0.5, _Chances([prior], most)
@@ -172,11 +170,10 @@ class ByPosition:
     def record(self, proposed: int, accepted: int, match_length: int = 0) -> None:
         """A verified proposal."""
         prior = self._prior
+        self._cells.age(0, self._cells.touched)
         for cell in range(min(accepted + 1, proposed, self._most)):
             self._cells.observe(cell, prior, cell < accepted)
             prior = self._cells.chance(cell, prior)
-        if accepted == proposed < self._most:
-            self._cells.fade(proposed, self._FADE)  # reached, but not tried
         self._cached = []
 
 
@@ -209,6 +206,7 @@ class ByContext:
         for index in range(min(accepted + 1, proposed)):
             context = match_length + index
             cell = self._cell_of[context] if context < len(self._cell_of) else len(self._EDGES)
+            self._cells.age(cell, cell + 1)
             self._cells.observe(cell, 0.5, index < accepted)
         self._cached = [self._cells.chance(cell, 0.5) for cell, prior in enumerate(self._PRIORS)]
 

@@ -28,8 +28,8 @@ class Generation:
     choice: int = 0
     logprobs: LogprobsParams | None = None
     stats: SpeculativeStats = field(default_factory=SpeculativeStats)
-    finish_reason: str | None = None
-    prompt_length: int = 0
+    finish_reason: str | None = field(default=None, init=False)
+    prompt_length: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
         self.prompt_length = self.stats.prompt_tokens = len(self.committed)

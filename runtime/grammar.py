@@ -104,6 +104,9 @@ class _Compiled:
         return package.LLMatcher(self.tokenizer, self.text, log_level=0, limits=limits)
 
 
+_DEAD_END = "the grammar cannot go on: no token of the vocabulary fits; change the grammar"
+
+
 class GrammarState:
     """Where one answer stands in its grammar, by its committed tokens alone."""
 
@@ -111,6 +114,7 @@ class GrammarState:
         self._compiled = compiled
         self._matcher = compiled.matcher()
         self._committed: list[int] = []
+        self._forced: list[int] = []  # what `forced` last found, less what was committed since
         self._ended = False
 
     @property
@@ -139,15 +143,22 @@ class GrammarState:
             if self._ended:
                 raise OxidizeError(f"token {token} was committed after EOS; nothing may follow it")
             if token in self._compiled.vocabulary.eos:
+                if not (self.over or self._matcher.is_accepting()):  # the drafted token before it led to a dead end
+                    raise OxidizeError(_DEAD_END)
                 self._ended = True
             elif not self._matcher.consume_token(token):
                 raise OxidizeError(f"token {token} was committed against the grammar; mask the law it is drawn from")
             else:
                 self._committed.append(token)
+        told, self._forced = self._forced, []
+        if told[: len(tokens)] == list(tokens):
+            self._forced = told[len(tokens) :]
 
     def forced(self) -> list[int]:
         """The tokens that must follow, where the grammar leaves no choice; the state stays as it is."""
-        return [] if self.over else self._matcher.compute_ff_tokens()
+        if not self._forced and not self.over:
+            self._forced = self._matcher.compute_ff_tokens()
+        return self._forced.copy()
 
     def fork(self) -> "GrammarState":
         """An independent state of the same text."""
@@ -155,6 +166,7 @@ class GrammarState:
         twin._compiled = self._compiled
         twin._matcher = self._matcher.deep_copy()
         twin._committed = self._committed.copy()
+        twin._forced = self._forced.copy()
         twin._ended = self._ended
         return twin
 
@@ -185,7 +197,7 @@ class GrammarState:
         if not rows[legal].any():  # the last token leads to where nothing fits
             legal -= 1
         if legal < 0:
-            raise OxidizeError("the grammar cannot go on: no token of the vocabulary fits; change the grammar")
+            raise OxidizeError(_DEAD_END)
         if legal == len(played) < len(drafted) and _has(rows, legal, drafted[legal], vocabulary.eos):
             return np.concatenate([rows, vocabulary.eos_row[None]])
         return rows[: legal + 1]

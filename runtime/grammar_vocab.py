@@ -1,7 +1,7 @@
 """The vocabulary of a tokenizer as a grammar reads it: bytes, special tokens, EOS, masks as bits."""
 
 import json
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from functools import cached_property
 
 import numpy as np
@@ -33,12 +33,8 @@ class GrammarVocabulary:
 
     def __call__(self, text: bytes) -> list[int]:
         """Tokens of a text from the middle of an answer; what spells a special token is ordinary text here."""
-        for before in ("", "\n"):  # a tokenizer that begins a text with a space does not do so after a line break
-            ids = self._tokenizer.encode_plain(before + text.decode())
-            for start in range(min(len(ids), 3)):
-                if self._spell(ids[start:]) == text:
-                    return ids[start:]
-        return self._greedy(text)
+        ids = self._tokenizer.encode_inside(text.decode())
+        return self._greedy(text) if ids is None or max(ids, default=0) >= self.size else ids
 
     def free_until(self, tag: str, gap: bool) -> str:
         """Lark: free text, the tag, white space if `gap` says so, then the grammar named `answer`."""
@@ -60,20 +56,17 @@ class GrammarVocabulary:
         """The id of a tag that is one special token; None if it is ordinary text."""
         if not tag:
             raise UsageError("the text after which a grammar begins is empty; leave it out instead")
+        ids = self._tokenizer.encode(tag, add_special=False)  # also refuses what is no Unicode
         token = self._tokenizer.token_id(tag)
         if token is not None and token in self.special - self.eos:
             return token
-        if self.special.intersection(self._tokenizer.encode(tag, add_special=False)):
+        if self.special.intersection(ids):
             raise UsageError(f"a grammar begins after ordinary text or one special token other than EOS, not {tag!r}")
         return None
 
     @cached_property
     def _by_bytes(self) -> dict[bytes, int]:
         return {text: token for token, text in enumerate(self.tokens) if text and token not in self.special}
-
-    def _spell(self, ids: Iterable[int]) -> bytes | None:
-        ids = list(ids)
-        return b"".join(self.tokens[i] for i in ids) if all(i < self.size for i in ids) else None
 
     def _greedy(self, text: bytes) -> list[int]:
         """The longest token first; a byte no token begins with ends it, since a callback must not raise."""

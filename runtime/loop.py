@@ -44,6 +44,10 @@ class TargetModel(Protocol):
         """The tokens behind what the slot's cache holds."""
         ...
 
+    def ort_ns(self) -> dict[str, int]:
+        """Nanoseconds spent in each session so far, by role."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class _Turn:
@@ -75,8 +79,8 @@ def play_round(target: TargetModel, sequences: Sequence[Generation]) -> list[Emi
     elapsed_ms = (perf_counter_ns() - start) / 1e6
     emissions = []
     for turn, rows in zip(turns, logits, strict=True):
-        if len(turns) == 1:
-            turn.sequence.policy.cost.observe(max(len(rows), len(turn.tail)), elapsed_ms)
+        if len(turns) == 1 and len(turn.tail) == 1:
+            turn.sequence.policy.cost.observe(len(rows), elapsed_ms)
         emissions.append(_commit(target, turn, rows))
     return emissions
 
@@ -101,8 +105,8 @@ class _Clock:
 
     def __init__(self, target: TargetModel, sequence: Generation, start: int, first: int) -> None:
         self._stats, self._sequence = sequence.stats, sequence
-        self._ort = getattr(target, "ort_ns", dict)
-        self._begin, self._base = perf_counter_ns(), dict(self._ort())
+        self._ort = target.ort_ns
+        self._begin, self._base = perf_counter_ns(), self._ort()
         self._stats.prefill_ns = self._begin - start
         self._stats.first_round_tokens = first
         self._draft_base = self._draft_ns()
@@ -143,7 +147,7 @@ def _offers(sequence: Generation, room: int) -> dict[str, Proposal]:
     for drafter in sequence.drafters:
         if drafter.free:
             offered = drafter.propose(sequence.committed, most, sequence.context)
-            legal = _first(offered, sequence.laws.legal(offered.tokens))
+            legal = _first(offered, sequence.laws.legal(offered.tokens) if offered.tokens else 0)
             found[drafter.name] = _until_end(legal, sequence.eos)
     return {name: offer for name, offer in found.items() if offer.tokens}
 
@@ -206,8 +210,8 @@ def _commit(target: TargetModel, turn: _Turn, logits: np.ndarray) -> Emission:
     acceptance, laws = _accept(turn, logits)
     emitted = _cut(sequence, (*proposal.tokens[: acceptance.accepted], acceptance.token))
     logprobs = _logprobs(sequence.logprobs, emitted, logits, laws)
+    sequence.laws.commit(emitted)  # first, because a grammar may refuse
     sequence.committed.extend(emitted)
-    sequence.laws.commit(emitted)
     target.cache.rewind_to(sequence.slot, len(sequence.committed) - 1)
     _record(turn, acceptance, emitted)
     for drafter in sequence.drafters:

@@ -95,18 +95,19 @@ class Policy:
     A source whose first token is kept less often than `min_acceptance_rate` is not asked, whatever the costs say. The
     rate compared is the recent chance of a single draft token, which is accepted / proposed at k = 1: tokens behind a
     rejected one were never judged, so a long draft on a fast machine is no reason to fall back. A source in use is
-    dropped when it is clearly under the floor, and comes back when it is over it. With `adaptive` false it is
+    dropped when it is clearly under the floor, and comes back when it is over it. With `adaptive` false the rate is
     accepted / proposed over the last rounds.
 
     Offers are judged in every round, used or not, so those come back by themselves. The others are probed with a short
-    draft. What drafting loses against plain decoding is booked in plain steps: probes may lose 3 and everything
-    together 12, and each token gives 1/64 back. Whatever the text does, the time is then at most that of plain
-    decoding times 1 + 1/64, plus 12 steps and one round: under 2 % from 3,000 tokens on; and text that is hopeless
-    from its beginning costs only what probes may lose. A failed probe of one token costs p = (T(2) + D(1)) / T(1) - 1
-    steps, which 64 p tokens give back, so probes need never be further apart than max(40, 64 p) tokens; on text that
-    turned predictable three probes of 1, 2 and 4 tokens then convince, after 10 tokens. So Fallback ends within 64
-    tokens, and both bounds hold together, wherever p is at most 0.84; a dearer drafter is probed more rarely, for
-    the first bound goes before the second. What a drafter must read before it can draft again is booked too.
+    draft. What drafting saves and loses against plain decoding is booked, in plain steps: in a row all of it may lose
+    12 and probes 2 of these, a round that could lose more is not played, and each token gives 1/64 back. So if costs
+    are as known, the time is at most that of plain decoding times 1 + 1/64, plus 12 steps, whatever the text does:
+    under 2 % from 3,000 tokens on. Text that is hopeless from its beginning costs what a few rounds and the probes
+    lose. A failed probe of one token loses p = (T(2) + D(1)) / T(1) - 1 steps, which 64 p tokens give back, so probes
+    need never be further apart than max(40, 64 p) tokens; where the text has turned predictable, those of 1, 2 and 4
+    tokens convince, after 10 tokens. Hence Fallback ends within 64 tokens, and both bounds hold together, where p is
+    at most 0.84. A dearer drafter, or one that reads long for what it missed, is probed more rarely: the first bound
+    goes before the second.
     """
 
     def __init__(self, config: PolicyConfig, cost: PassCost, sources: Sequence[Source]) -> None:
@@ -156,8 +157,10 @@ class Policy:
         self._tokens += accepted
         self._ledger.book(accepted, passes[-1] / passes[0] - 1, self._probing)
         track.estimate(match_length).record(proposed, accepted, match_length)
-        if self._probing and track.follow(proposed, accepted, self._tokens, self.cost):
-            self._return(track, track.run)
+        if self._probing:
+            run = track.follow(proposed, accepted, self._tokens, self.cost)
+            if run:
+                self._return(track, run)
         if not self.config.adaptive:
             self._watch(proposed, accepted)
 
@@ -166,17 +169,12 @@ class Policy:
         self._tracks[source].estimate(match_length).record(1, int(agreed > 0), match_length)
 
     def record_draft_cost(self, source: str, tokens: int, milliseconds: float) -> None:
-        """Time that `source` took to propose `tokens` tokens.
-
-        Asked again after a pause it also reads what it has missed. That is booked as a loss, but believed to be the
-        cost of drafting only where it is lower than expected. Its first proposal reads the prompt, and is not booked.
-        """
-        track, plain = self._tracks[source], self.cost.estimate(1)
+        """Time that `source` took to propose `tokens` tokens; not a loss the first time, when it reads the prompt."""
+        track = self._tracks[source]
         if self.cost.known and track.pause is not None:
-            self._ledger.book(0, milliseconds / plain, self._probing)
-        lower = self.cost.known and tokens and milliseconds < track.cost.table_or_guess(tokens, self.cost)[-1]
-        if tokens and (track.pause == 1 or lower):
-            track.cost.observe(tokens, milliseconds)
+            self._ledger.book(0, milliseconds / self.cost.estimate(1), self._probing)
+        if tokens:
+            track.took(tokens, milliseconds, self.cost)
 
     def _best(self, most: int, offers: Sequence[Offer], floor: bool = True, risk: bool = True) -> _Choice | None:
         """What decodes fastest, or None when that is a plain round.
@@ -260,7 +258,7 @@ class Policy:
         """The chosen source, or once in a while another one that could be better, so that its estimate stays fresh."""
         if chosen.free or not self.config.adaptive:
             return chosen
-        return next((track for track in self._computed if track.neglected(self._tokens)), chosen)
+        return next((track for track in self._computed if track.neglected(self._rounds)), chosen)
 
     def _watch(self, proposed: int, accepted: int) -> None:
         """With a fixed k, the rate over the recent rounds decides."""

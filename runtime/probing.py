@@ -5,11 +5,12 @@ from .estimates import ByContext, ByPosition, DraftCost, PassCost, expected_kept
 
 _INCOME = 1 / 64  # what every token gives back to both allowances
 _START, _RISK = 12.0, 32.0  # what all drafting together may lose: at first, and after it has earned more
-_TRIAL = 3.0  # what probes may lose
-_FIRST_GAP, _SHORT_GAP, _LONG_GAP = 6, 4, 40  # tokens between probes: at first, and the bounds of the last
-_RIVAL_GAP = 128  # tokens between the probes of a source while another one is in use
+_TRIAL = 2.0  # what probes may lose
+_FIRST_GAP, _SHORT_GAP, _LONG_GAP = 10, 4, 40  # tokens between probes: at first, and the bounds of the last
+_RIVAL_GAP = 128  # rounds between the probes of a source while another one is in use
 _LONGEST_PROBE = 8
-_PACE = 1.5
+_OUTLIER = 16.0  # the most that one booking may lose: beyond, the machine was asleep
+_PACE = 1.5  # probes follow each other so slowly that so many times their expected loss is given back between them
 _SAME_PRICE = 1.1  # a longer probe is preferred where it costs at most so many times what one token costs
 _CONVINCED = 6  # tokens kept in a row by probes that outweigh all that was known before
 _HOPE, _SURE = 0.7, 0.9  # chance of a computed token before anything was seen; of a forced or convincing one
@@ -26,7 +27,7 @@ class Ledger:
 
     def book(self, tokens: int, steps: float, probing: bool) -> None:
         """Count `tokens` that came for `steps` plain steps, in a round that was a probe or not."""
-        saved, income = tokens - steps, tokens * _INCOME
+        saved, income = max(tokens - steps, -_OUTLIER), tokens * _INCOME
         self.risk = min(_RISK, self.risk + saved + income)
         self.trial = min(_TRIAL, self.trial + (saved if probing else 0.0) + income)
 
@@ -41,9 +42,11 @@ class Track:
         self.by_context = ByContext()
         self.pause: int | None = None  # rounds between the last two times it was asked; None before the second
         self.in_use = False  # it was chosen, and not given up since
-        self.run = 0  # draft tokens in a row that probes kept
+        self._run = 0  # draft tokens in a row that probes kept
         self._asked: int | None = None
-        self._last, self._gap, self._due, self._step = 0, _FIRST_GAP, 0, 0
+        self._last, self._gap, self._due, self._step = 0, _FIRST_GAP, _FIRST_GAP, 0
+        self._missed = 0  # tokens generated between the last two times it was asked
+        self._reading = (0.0, 0.0)  # milliseconds to read one of them, as found the last two times
 
     def estimate(self, match_length: int) -> ByPosition | ByContext:
         """The estimate for lookups, or the one for all other proposals."""
@@ -52,45 +55,66 @@ class Track:
     def ask(self, round_: int, tokens: int) -> None:
         """Note that it is asked in this round, when so many tokens have been generated."""
         self.pause = None if self._asked is None else round_ - self._asked
+        self._missed = tokens - self._last
         self._asked, self._last = round_, tokens
+
+    def took(self, tokens: int, milliseconds: float, target: PassCost) -> None:
+        """Learn from the time a proposal of `tokens` took.
+
+        After a pause it also read what it had missed: such a time is believed only where it is lower than expected,
+        and what it is higher is the price of reading.
+        """
+        if self.pause == 1:
+            self.cost.observe(tokens, milliseconds)
+        elif target.known:
+            excess = milliseconds - self.cost.table_or_guess(tokens, target)[-1]
+            if excess < 0:
+                self.cost.observe(tokens, milliseconds)
+            if self.pause is not None:
+                self._reading = (self._reading[1], max(excess, 0.0) / max(self._missed, 1))
 
     def give_up(self, tokens: int) -> None:
         """It does not pay any more: begin to probe."""
         self.in_use = False
         self._gap, self._due = _FIRST_GAP, tokens + _FIRST_GAP
-        self._step, self.run = 0, 0
+        self._step, self._run = 0, 0
 
-    def neglected(self, tokens: int) -> bool:
+    def neglected(self, round_: int) -> bool:
         """Whether another source has been in use for so long that this one should be tried."""
-        return tokens - self._last >= _RIVAL_GAP
+        return round_ - (self._asked or 0) >= _RIVAL_GAP
 
     def probe(self, most: int, tokens: int, ledger: Ledger, target: PassCost) -> int:
         """How many tokens to probe with in this round: 0 while it is too soon, or a failure could not be borne.
 
         1, 2, 4, ... as long as all are kept, and as many more as cost next to nothing.
         """
-        if tokens < self._due or self._price(1, target) > min(ledger.risk, ledger.trial):
+        since = tokens - self._last
+        reading = min(self._reading) * since / target.estimate(1)
+        price = self._price(1, target) + reading
+        if tokens < self._due or price > ledger.risk or price > max(ledger.trial, since * _INCOME):
             return 0
         self._due = tokens + self._gap
         k = self._length(min(most, _LONGEST_PROBE), target)
-        return k if self._price(k, target) <= ledger.risk else 1
+        return k if self._price(k, target) + reading <= ledger.risk else 1
 
-    def follow(self, proposed: int, accepted: int, tokens: int, target: PassCost) -> bool:
-        """Take in the outcome of a probe; true if the text has turned predictable and the past is forgotten.
+    def follow(self, proposed: int, accepted: int, tokens: int, target: PassCost) -> int:
+        """Take in the outcome of a probe; how many tokens were kept in a row if that is convincing, else 0.
 
-        After a probe that kept a token the next comes at once, after any other later and later.
+        After a probe that kept a token the next comes at once, after any other later and later. When they convince,
+        the text has turned predictable, and what was known before is forgotten.
         """
         kept_all = accepted == proposed
-        self._step, self.run = (self._step + 1, self.run + accepted) if kept_all else (0, 0)
+        self._step, self._run = (self._step + 1, self._run + accepted) if kept_all else (0, 0)
         if accepted == 0:
             k = self._length(min(self._max_k, _LONGEST_PROBE), target)
             loss = self._price(k, target) - expected_kept(self.by_position.chances(k))
             self._gap = min(2 * self._gap, int(min(max(_PACE * loss / _INCOME, _SHORT_GAP), _LONG_GAP)))
         self._due = tokens + (0 if accepted else self._gap)
-        if self.run < _CONVINCED:
-            return False
+        if self._run < _CONVINCED:
+            return 0
+        run, self._run = self._run, 0
         self.by_position = ByPosition(_SURE, self._max_k)
-        return True
+        return run
 
     def _length(self, most: int, target: PassCost) -> int:
         k, limit = min(2**self._step, most), _SAME_PRICE * (1 + self._price(1, target)) - 1

@@ -5,6 +5,7 @@ counts that only `commit` changes, so a rejected draft leaves no trace here.
 """
 
 import math
+from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
@@ -13,6 +14,8 @@ import numpy as np
 from .errors import UsageError
 
 _MOST_BIASES = 1024
+_LARGEST_BIAS = 1e4
+_REPETITION = (0.01, 100)
 
 
 def _check(good: bool, expected: str, value: object) -> None:
@@ -41,21 +44,30 @@ class Controls:
     bad_words: tuple[tuple[int, ...], ...] = ()
 
     def __post_init__(self) -> None:
+        low, high = _REPETITION
         _check(
-            0 < self.repetition_penalty <= 100, "repetition_penalty must be above 0 (1: off)", self.repetition_penalty
+            low <= self.repetition_penalty <= high,
+            f"repetition_penalty must be from {low} to {high} (1: off)",
+            self.repetition_penalty,
         )
         _check(-2 <= self.presence_penalty <= 2, "presence_penalty must be from -2 to 2", self.presence_penalty)
         _check(-2 <= self.frequency_penalty <= 2, "frequency_penalty must be from -2 to 2", self.frequency_penalty)
         _check(
-            len(dict(self.logit_bias)) == len(self.logit_bias) <= _MOST_BIASES,
-            f"logit_bias takes at most {_MOST_BIASES} tokens, each once",
+            len(self.logit_bias) <= _MOST_BIASES,
+            f"logit_bias takes at most {_MOST_BIASES} tokens",
             len(self.logit_bias),
         )
+        ids = [token for token, _ in self.logit_bias]
         _check(
-            all(math.isfinite(bias) or bias == -math.inf for _, bias in self.logit_bias),
-            "logit_bias must be numbers",
-            "NaN or +inf",
+            len(set(ids)) == len(ids),
+            "logit_bias takes each token once",
+            f"token {max(ids, key=ids.count, default=0)} twice",
         )
+        for token, bias in self.logit_bias:
+            good = abs(bias) <= _LARGEST_BIAS or bias == -math.inf
+            _check(
+                good, f"logit_bias must be from {-_LARGEST_BIAS:g} to {_LARGEST_BIAS:g}, or -inf", f"{bias} for {token}"
+            )
         _check(self.min_new_tokens >= 0, "min_new_tokens must be 0 or more", self.min_new_tokens)
         _check(all(self.bad_words), "bad_words must not hold an empty word", self.bad_words)
 
@@ -82,19 +94,19 @@ class Processors:
         self._eos = np.array(sorted(token for token in eos if token < vocabulary), np.int64)
         self._bias_ids = np.array([token for token, _ in controls.logit_bias], np.int64)
         self._bias = np.array([bias for _, bias in controls.logit_bias], np.float32)
-        self._seen = np.zeros(vocabulary, bool)  # in prompt or answer
-        self._seen[[token for token in prompt if token < vocabulary]] = True
-        self._counts = np.zeros(vocabulary, np.float32)  # in the answer
+        self._seen = {token for token in prompt if token < vocabulary}  # in prompt or answer
+        self._counts: Counter[int] = Counter()  # in the answer
         self._answer: list[int] = []
         self._before = tuple(prompt[-_longest(controls.bad_words) :])
+        self._gather()
 
     def commit(self, tokens: Sequence[int]) -> None:
         """The answer grew by `tokens`."""
         self._answer.extend(tokens)
         if self.controls.penalises:
-            for token in tokens:
-                self._seen[token] = True
-                self._counts[token] += 1
+            self._seen.update(tokens)
+            self._counts.update(tokens)
+            self._gather()
 
     def apply(self, logits: np.ndarray, drafted: Sequence[int] = ()) -> np.ndarray:
         """The logits [V] of the row that follows the answer and `drafted`, changed, in a new array."""
@@ -109,24 +121,30 @@ class Processors:
                 row[word[-1]] = -np.inf
         return row
 
-    def _penalise(self, row: np.ndarray, drafted: Sequence[int]) -> None:
-        controls = self.controls
-        seen, counts = self._with_drafted(drafted)
-        if controls.repetition_penalty != 1.0:
-            values, factor = row[seen], np.float32(controls.repetition_penalty)
-            row[seen] = np.where(values > 0, values / factor, values * factor)
-        answered = np.flatnonzero(counts)
-        row[answered] -= np.float32(controls.presence_penalty)
-        row[answered] -= np.float32(controls.frequency_penalty) * counts[answered]
+    def _gather(self) -> None:
+        """The committed tokens as arrays: ids seen [n], ids in the answer [m] and how often [m]."""
+        self._seen_ids = np.fromiter(self._seen, np.int64, len(self._seen))
+        self._answer_ids = np.fromiter(self._counts, np.int64, len(self._counts))
+        self._times = np.fromiter(self._counts.values(), np.float32, len(self._counts))
 
-    def _with_drafted(self, drafted: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-        """Seen ids [n] and counts [V], drafted tokens counted in; the committed state is not touched."""
-        if not drafted:
-            return np.flatnonzero(self._seen), self._counts
-        seen, counts = self._seen.copy(), self._counts.copy()
-        seen[list(drafted)] = True
-        np.add.at(counts, list(drafted), 1)
-        return np.flatnonzero(seen), counts
+    def _penalise(self, row: np.ndarray, drafted: Sequence[int]) -> None:
+        """Drafted tokens are told apart, so that their number alone, not the vocabulary, costs time.
+
+        Each logit goes through the same operations as when its tokens are committed: not a bit may depend on that.
+        """
+        controls, extra = self.controls, Counter(drafted)
+        if controls.repetition_penalty != 1.0:
+            factor = np.float32(controls.repetition_penalty)
+            for ids in (self._seen_ids, np.array([token for token in extra if token not in self._seen], np.int64)):
+                values = row[ids]
+                row[ids] = np.where(values > 0, values / factor, values * factor)
+        before = {token: row[token] for token in extra}
+        row[self._answer_ids] -= self._taken_off(self._times)
+        for token, count in extra.items():
+            row[token] = before[token] - self._taken_off(np.float32(self._counts[token] + count))
+
+    def _taken_off(self, times: np.ndarray | np.float32) -> np.ndarray | np.float32:
+        return np.float32(self.controls.presence_penalty) + np.float32(self.controls.frequency_penalty) * times
 
     def _ends_with(self, beginning: tuple[int, ...], drafted: Sequence[int]) -> bool:
         if not beginning:

@@ -1,11 +1,13 @@
 """What a request asks for, beside its prompt."""
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from .decoder import SpeculativeConfig
 from .errors import UsageError
 from .grammar import GrammarSpec
 from .logprobs import LogprobsParams
+from .parsing import Parser
 from .processors import Controls
 from .sampling import SamplingParams
 
@@ -19,6 +21,7 @@ class Request:
     config: how to speculate and how many tokens at most; None: as the engine's decoder was configured.
     bad_words: texts that the answer must not hold as their own tokens (alone or after a space). Other ways to cut the
         same characters into tokens are not forbidden.
+    parsers: makes the parsers of one answer, reasoning before tool calls (see `parsing`).
     stops: the answer ends before the first of these texts.
     choices: so many answers, told apart by `Delta.choice`; with temperature 0 they are all alike.
     """
@@ -31,6 +34,7 @@ class Request:
     grammar: GrammarSpec | None = None
     logprobs: LogprobsParams | None = None
     choices: int = 1
+    parsers: Callable[[], Sequence[Parser]] | None = None
 
     def __post_init__(self) -> None:
         if not 1 <= self.choices <= MAX_CHOICES:

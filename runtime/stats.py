@@ -56,6 +56,13 @@ class SpeculativeStats:
             self.proposed_per_position[position] += 1
             self.accepted_per_position[position] += position < accepted
 
+    def end(self, tokens: int, reason: str) -> None:
+        """The answer ended after `tokens` tokens, perhaps before the round that was played last did."""
+        if tokens < self.generated_tokens or not self.state_changes or self.state_changes[-1].state != "done":
+            self.generated_tokens = tokens
+            self.state_changes = [change for change in self.state_changes if change.at < tokens or not change.at]
+            self.state_changes.append(StateChange(tokens, "done", reason))
+
     @property
     def acceptance_rate(self) -> float:
         """Accepted draft tokens per proposed draft token."""

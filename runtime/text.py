@@ -63,6 +63,19 @@ class Tokenizer:
         """Token ids of `text` alone: special tokens spelled in it are ordinary text, and none is added."""
         return self._plain.encode(text, add_special_tokens=False).ids
 
+    def encode_inside(self, text: str) -> list[int] | None:
+        """Token ids of `text` in the middle of an answer, where nothing is put before it; None if there are none.
+
+        Special tokens spelled in it are ordinary text.
+        """
+        wanted = text.encode("utf-8")
+        for before in ("", "\n"):  # a tokenizer that begins a text with a space does not do so after a line break
+            ids = self.encode_plain(before + text)
+            for start in range(min(len(ids), 3)):
+                if b"".join(map(self.token_bytes, ids[start:])) == wanted:
+                    return ids[start:]
+        return None
+
     @cached_property
     def _plain(self) -> "Backend":
         plain = type(self._backend).from_str(self._backend.to_str())

@@ -62,6 +62,9 @@ class FakeTarget:
         self.passes = 0
         self.widths: list[int] = []
 
+    def ort_ns(self) -> dict[str, int]:
+        return {}
+
     def held(self, slot: int) -> list[int]:
         return self.cache.rows[slot][: self.cache.lengths[slot]]
 

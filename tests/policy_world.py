@@ -113,6 +113,7 @@ def play(world: World, policy: Policy) -> Log:
     scripts = {script.source.name: script for script in world.scripts}
     policy.start()
     log, position, read = Log(), 0, dict.fromkeys(scripts, 0)
+    passes = [world.machine.at(width) for width in range(1, world.max_k + 2)]
     while position < world.length:
         most = min(world.max_k, world.length - position - 1)
         offers = world.offers(position, most)
@@ -127,7 +128,7 @@ def play(world: World, policy: Policy) -> Log:
                 policy.record_draft_cost(script.source.name, plan.k, draft)
                 log.total += draft
             accepted = min(plan.k, script.runs[position])
-        cost = slow * world.machine.at(plan.k + 1)
+        cost = slow * passes[plan.k]
         policy.cost.observe(plan.k + 1, cost)
         log.total += cost
         for offer in offers:

@@ -99,7 +99,6 @@ def test_a_draft_bundle_can_be_given(oxidize, tiny: Path, tiny_bundle: Callable[
     result = oxidize("run", tiny, "hello", "-n", 9, "--json", "--draft-model", tiny_bundle("llama2"))
     stats = json.loads(result.out)["stats"]
     assert stats["drafter"] == tiny_bundle("llama2").name
-    assert stats["draft_forward_passes"] > 0
 
 
 def test_sampling_depends_on_the_seed_alone(oxidize, tiny: Path) -> None:

@@ -140,7 +140,7 @@ def test_usage_errors(oxidize, bundle, tmp_path):
     oxidize("verify", bundle, "--prompt-file", empty).assert_error(2, "UTF-8")
     empty.write_text("long " * 600, encoding="utf-8")
     oxidize("verify", bundle, "--prompt-file", empty).assert_error(2, "context")
-    oxidize("verify", bundle, "--prompt-file", tmp_path / "missing").assert_error(1, "missing")
+    oxidize("verify", bundle, "--prompt-file", tmp_path / "missing").assert_error(2, "missing")
 
 
 def test_a_damaged_bundle_is_not_measured(oxidize, bundle):

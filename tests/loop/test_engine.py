@@ -13,9 +13,10 @@ from oxidize.export.bundle import DraftSource, export_bundle
 from oxidize.export.source import open_source
 from oxidize.runtime.decoder import SpeculativeConfig
 from oxidize.runtime.engine import Engine, EngineOptions
-from oxidize.runtime.errors import UsageError
+from oxidize.runtime.errors import OxidizeError, UsageError
 from oxidize.runtime.grammar import GrammarSpec
 from oxidize.runtime.logprobs import LogprobsParams
+from oxidize.runtime.parsing import ReasoningParser
 from oxidize.runtime.processors import Controls
 from oxidize.runtime.request import Request
 from oxidize.runtime.sampling import SamplingParams
@@ -172,6 +173,69 @@ def test_choices_are_texts_of_their_own_and_each_ends(engine):
     assert len(set(texts)) == 3
     assert [delta.choice for delta in deltas if delta.finish_reason] == [0, 1, 2]
     assert texts[0] == answer(engine, count=12, temperature=1.5, seed=1)[0]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_grammar_with_a_draft_model_gives_the_plain_text(tiny_bundle, temperature):
+    """Another random model drafts under the same masks; k, penalties and a least length make no difference."""
+    texts = set()
+    for draft in ("none", "ngram", str(tiny_bundle("smollm2", seed=5)), str(tiny_bundle("smollm2"))):
+        engine = Engine.open(tiny_bundle("smollm2"), EngineOptions(OPTIONS, draft=draft, exact=True))
+        for k in (1, 5):
+            config = SpeculativeConfig(k, 60, 0.0, strict_mode=True, adaptive=False)
+            request = Request(
+                config,
+                SamplingParams(temperature, seed=3),
+                Controls(1.1, 0.2, min_new_tokens=6),
+                grammar=GrammarSpec("regex", "[a-f]{2,9}(-[0-9]{3}){1,4}"),
+            )
+            texts.add("".join(delta.text for delta in engine.stream(engine.encode("one two"), request)))
+            assert draft == "none" or engine.stats.draft_tokens > 0
+    assert len(texts) == 1
+
+
+def test_reasoning_is_split_off_when_asked_for(engine):
+    whole, _ = answer(engine)
+    tag = whole[6:9]
+    parsers = {"parsers": lambda: [ReasoningParser("<none>", tag, open=True)]}
+    _, deltas = answer(engine, rest=parsers)
+    assert "".join(delta.reasoning for delta in deltas) == whole[: whole.index(tag)]
+
+
+def test_a_stop_string_ends_the_statistics_too(engine):
+    """What the round made behind the stop string is not counted, with any k."""
+    whole, _ = answer(engine)
+    for k in (0, 1, 8):
+        _, deltas = answer(engine, k=k, stops=(whole[9:12],))
+        assert engine.stats.generated_tokens == sum(len(delta.tokens) for delta in deltas)
+        last = engine.stats.state_changes[-1]
+        assert (last.at, last.state, last.reason) == (engine.stats.generated_tokens, "done", "stop")
+
+
+def test_a_failed_answer_leaves_the_engine_usable(engine, monkeypatch):
+    """An error in the middle of a round: the next text is that of a fresh engine."""
+    expected, _ = answer(engine)
+    forward = engine.target.forward
+    calls = iter(range(100))
+
+    def fail(requests):
+        if next(calls) == 3:
+            raise OxidizeError("no")
+        return forward(requests)
+
+    monkeypatch.setattr(engine.target, "forward", fail)
+    with pytest.raises(OxidizeError, match="no"):
+        answer(engine)
+    monkeypatch.undo()
+    assert answer(engine)[0] == expected
+
+
+def test_bad_words_are_forbidden_where_no_space_comes_before(engine):
+    whole, _ = answer(engine, temperature=1.5, seed=9, count=60)
+    for word in sorted(set(whole))[:6]:
+        _, deltas = answer(engine, temperature=1.5, seed=9, count=60, rest={"bad_words": (word,)})
+        (forbidden,) = engine.tokenizer.encode_inside(word)
+        assert forbidden not in [token for delta in deltas for token in delta.tokens]
 
 
 def test_a_grammar_that_cannot_be_used_is_refused_before_anything_runs(engine):

@@ -26,9 +26,12 @@ from policy_world import (
 )
 
 from oxidize.runtime.costs import CostCurve
-from oxidize.runtime.policy import Source, State
+from oxidize.runtime.policy import Offer, Source, State
 
 DRAFTS = {"free": None, "model": linear(0.15), "dear model": linear(0.4), "block": flat(0.3)}
+# Where a draft costs nothing and a row of a pass next to nothing, an acceptance of 0.2 still pays, and the default
+# floor is there to forbid it; real lookups, whose short matches are the ones that fail, keep it in the tests below.
+FLOOR = {"free": 0.0, "model": 0.3, "dear model": 0.3, "block": 0.3}
 DEAR_BLOCK = flat(0.8)
 NEAR_BEST, NEAR_PLAIN, RECOVERY = 1.03, 1.02, 64
 LENGTH = 3000
@@ -64,7 +67,7 @@ def test_near_the_best_fixed_k_on_stationary_text(machine: str, draft: str) -> N
         assert sum(ratios) / len(ratios) <= NEAR_BEST, f"acceptance {chance}: {ratios}"
 
 
-def test_near_the_best_fixed_k_when_runs_have_a_limit():
+def test_near_the_best_fixed_k_when_runs_have_a_limit() -> None:
     """A drafter whose first three tokens are always kept and whose fourth never is."""
     for machine in MACHINES:
         made = World(MACHINES[machine], [Script(Source("draft", False, linear(0.15)), [3] * LENGTH)], LENGTH)
@@ -77,16 +80,16 @@ def test_near_the_best_fixed_k_when_runs_have_a_limit():
 def test_near_the_best_fixed_k_on_drifting_text(machine: str, draft: str) -> None:
     """Acceptance from 0.9 to 0.1 and back."""
     made = world(machine, draft, lambda position: 0.5 + 0.4 * math.cos(2 * math.pi * position / LENGTH))
-    assert against_best(made) <= NEAR_BEST
+    assert against_best(made, FLOOR[draft]) <= NEAR_BEST
 
 
-@pytest.mark.parametrize("stretch", [100, 200, 300])
+@pytest.mark.parametrize("stretch", [100, 300])
 @pytest.mark.parametrize("draft", DRAFTS)
 @pytest.mark.parametrize("machine", MACHINES)
 def test_near_the_best_fixed_k_on_alternating_text(machine: str, draft: str, stretch: int) -> None:
     """Code, that drafts foretell, and prose, that they do not."""
     made = world(machine, draft, lambda position: 0.2 if position // stretch % 2 else 0.9)
-    assert against_best(made) <= NEAR_BEST
+    assert against_best(made, FLOOR[draft]) <= NEAR_BEST
 
 
 @pytest.mark.parametrize("machine", MACHINES)
@@ -120,15 +123,14 @@ def test_near_the_best_fixed_k_when_times_scatter(machine: str) -> None:
 @pytest.mark.parametrize("draft", [*DRAFTS.values(), DEAR_BLOCK], ids=[*DRAFTS, "dear block"])
 @pytest.mark.parametrize("machine", MACHINES)
 def test_never_much_slower_than_plain_decoding(machine: str, draft: CostCurve | None) -> None:
-    """Hopeless text; text just under what pays; text that turns hopeless again and again, at a pace meant to mislead."""
+    """Hopeless text; text just under what pays; hopeless text with short flickers of hope."""
     under = 0.9 * break_even(machine, draft)
-    texts = (lambda _: 0.0, lambda _: under, lambda position: 0.8 if position % 40 < 8 else 0.0)
-    for text in texts:
-        assert against_plain(world(machine, draft, text, length=2000), floor=0.0) <= NEAR_PLAIN
+    for chance in (lambda _: 0.0, lambda _: under, lambda position: 0.8 if position % 40 < 8 else 0.0):
+        assert against_plain(world(machine, draft, chance), floor=0.0) <= NEAR_PLAIN
 
 
 def break_even(machine: str, draft: CostCurve | None) -> float:
-    """The acceptance at which the best k up to 8 is as fast as plain decoding, when drafting can pay at all."""
+    """The least acceptance, in per cent, at which some k up to 8 is faster than plain decoding."""
 
     def pays(chance: float) -> bool:
         costs = [MACHINES[machine].at(1 + k) + (draft.at(k) if draft is not None else 0.0) for k in range(1, 9)]
@@ -138,15 +140,46 @@ def break_even(machine: str, draft: CostCurve | None) -> float:
     return next(percent / 100 for percent in range(100) if pays(percent / 100))
 
 
-def test_the_bound_over_plain_decoding_holds_for_a_text_made_to_hurt() -> None:
-    """An adversary that sees the policy's plan and keeps tokens only where that lures it on."""
-    for machine in MACHINES:
-        for draft in (None, linear(0.4), DEAR_BLOCK):
-            made = world(machine, draft, lambda _: 0.0)
-            source = made.scripts[0]
-            policy, tempted = fresh(made, 0.0), made.scripts[0].runs
-            for position in range(LENGTH):
-                tempted[position] = 2 if position % 7 == 0 else 0
-            total = play(made, policy).total
-            assert source.runs is tempted
-            assert total <= LENGTH * (1 + 1 / 64) + 12 + 4
+@pytest.mark.parametrize("draft", [None, linear(0.4), DEAR_BLOCK], ids=["free", "dear model", "dear block"])
+@pytest.mark.parametrize("machine", MACHINES)
+def test_an_adversary_cannot_cost_more_than_the_allowance(machine: str, draft: CostCurve | None) -> None:
+    """It sees the plan, keeps short drafts to lure the policy on, and rejects every longer one."""
+    made = world(machine, draft, lambda _: 0.0)
+    policy, target = fresh(made, floor=0.0), made.machine
+    policy.start()
+    tokens, total, lured = 0, 0.0, 0
+    while tokens < LENGTH:
+        plan = policy.plan(8, [Offer("draft", 8, 0)] if draft is None else [])
+        accepted = plan.k if plan.k < 3 and tokens % 9 < 4 else 0
+        total += target.at(1 + plan.k)
+        tokens += accepted + 1
+        if plan.source is not None:
+            lured += 1
+            if draft is not None:
+                total += draft.at(plan.k)
+                policy.record_draft_cost("draft", plan.k, draft.at(plan.k))
+            policy.record("draft", plan.k, accepted, 0)
+        elif draft is None:
+            policy.record_unused("draft", True, 0)
+    assert lured > 20
+    assert total <= tokens * (1 + 1 / 64) + 12
+
+
+@pytest.mark.parametrize("draft", DRAFTS)
+@pytest.mark.parametrize("machine", MACHINES)
+def test_fallback_ends_soon_after_the_text_turns_predictable(machine: str, draft: str) -> None:
+    """From every phase of the probing: the text turns at many different places."""
+    for turn in range(900, 980, 8):
+        made = world(machine, draft, lambda position, at=turn: 1.0 if position >= at else 0.02, turn, turn + 100)
+        log = play(made, fresh(made))
+        before = [state for position, state, _ in log.states if position <= turn]
+        if before[-1] is State.FALLBACK:
+            back = next(position for position, state, _ in log.states if position > turn and state is State.SPECULATING)
+            assert back - turn <= RECOVERY
+
+
+def test_what_a_draft_must_catch_up_on_is_part_of_the_bound() -> None:
+    """A draft that has to read every token it did not see must be probed more rarely, not at a loss."""
+    made = world("int4", "model", lambda _: 0.0)
+    made.catch_up = 0.03
+    assert against_plain(made) <= NEAR_PLAIN

@@ -75,6 +75,10 @@ def test_neutral():
         {"bad_words": ((),)},
         {"logit_bias": tuple((i, 0.0) for i in range(2000))},
         {"repetition_penalty": float("nan")},
+        {"repetition_penalty": 1e-40},
+        {"logit_bias": ((5, 1e39),)},
+        {"logit_bias": ((5, float("nan")),)},
+        {"logit_bias": ((5, 1.0), (5, 2.0))},
     ],
 )
 def test_bad_values_are_refused(fields):
@@ -86,3 +90,14 @@ def test_bad_values_are_refused(fields):
 def test_ids_outside_the_vocabulary_are_refused(controls):
     with pytest.raises(UsageError, match="token ids"):
         Processors(controls, EOS, [1], V)
+
+
+@pytest.mark.parametrize("controls", CONTROLS)
+@given(prompt=tokens, answer=tokens, drafted=tokens, seed=st.integers(0, 99))
+@settings(max_examples=60, deadline=None)
+def test_not_a_bit_depends_on_what_is_drafted_and_what_committed(controls, prompt, answer, drafted, seed):
+    logits = np.random.default_rng(seed).normal(0, 3, V).astype(np.float32)
+    before, after = (Processors(controls, EOS, prompt, V) for _ in range(2))
+    before.commit(answer)
+    after.commit(answer + drafted)
+    assert np.array_equal(before.apply(logits, drafted), after.apply(logits))
