@@ -169,15 +169,14 @@ class Policy:
         self._tracks[source].estimate(match_length).record(1, int(agreed > 0), match_length)
 
     def record_draft_cost(self, source: str, tokens: int, milliseconds: float) -> None:
-        """Time that `source` took to propose `tokens` tokens. The first time it also read the prompt: that is no loss."""
-        if tokens == 0:
-            return
+        """Time `source` took to propose `tokens` tokens; the first time it also read the prompt, which is no loss."""
         track, lost = self._tracks[source], milliseconds
-        if track.pause is None:
+        if track.pause is None and tokens:
             lost = min(lost, track.cost.table_or_guess(tokens, self.cost)[-1])
         if self.cost.known:
             self._ledger.book(0, lost / self.cost.estimate(1), self._probing)
-        track.took(tokens, milliseconds, self.cost)
+        if tokens:
+            track.took(tokens, milliseconds, self.cost)
 
     def _best(self, most: int, offers: Sequence[Offer], floor: bool = True, risk: bool = True) -> _Choice | None:
         """What decodes fastest, or None when that is a plain round.
