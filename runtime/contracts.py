@@ -4,7 +4,8 @@ The exporter builds graphs that satisfy a contract, the manifest stores it and t
 Standard library only. Symbolic axes:
 
 B  slots in the pass        S  rows per slot (padded)     C  capacity of the KV cache
-N  rows given to the head   M  rows offered to the head   everything else is a number
+N  rows given to the head   M  rows offered to the head   T  rows of the target that a draft reads
+Everything else is a number.
 """
 
 from collections.abc import Sequence
@@ -85,6 +86,65 @@ def body_contract(shape: BodyShape, profile: str, ragged: bool = False) -> Graph
     inputs += _kv("past_key_values", shape.dtype, cache)
     outputs += _kv("present", shape.dtype, cache)
     return GraphContract("body", inputs, outputs)
+
+
+@dataclass(frozen=True, slots=True)
+class DraftShape:
+    """What the contracts of a draft that reads the target's rows depend on.
+
+    kind: "dflash", "eagle3" or "mtp". feature_size: width F of the target's rows it reads. draft_vocab_size: rows of
+    its own head; None where the target's head scores its hidden states. sliding: some layer attends to a window only.
+    """
+
+    kind: str
+    hidden_size: int
+    layers: int
+    kv_heads: int
+    head_dim: int
+    feature_size: int
+    draft_vocab_size: int | None = None
+    sliding: bool = False
+    dtype: str = "float32"
+
+
+def draft_contract(shape: DraftShape) -> GraphContract:
+    """One pass of a draft over one slot; masks and positions are those of profile "std" (see `body_contract`).
+
+    "dflash": `features` [1,T,F] of committed tokens are turned into keys and values at `write_indices`, under
+    `context_positions`; the block `inputs_embeds` [1,S,H] (anchor and masks) comes right behind them, and its keys and
+    values are stale afterwards.
+    "eagle3", "mtp": `fused` [1,S,H] (what `fuse_contract` gives, the target's hidden states, or this graph's own
+    `recycled`) beside the embeddings of the tokens that follow.
+    Outputs `hidden` [1,S,H], to be scored by the target's head, or `logits` float32 [1,S,Vd] of the draft's own;
+    "eagle3" and "mtp" also `recycled` [1,S,H].
+    """
+    block = ("B", "S", shape.hidden_size)
+    if shape.kind == "dflash":
+        inputs = (
+            TensorSpec("features", shape.dtype, ("B", "T", shape.feature_size)),
+            TensorSpec("inputs_embeds", shape.dtype, block),
+            TensorSpec("context_positions", "int64", ("B", "T")),
+        )
+        outputs: tuple[TensorSpec, ...] = ()
+    else:
+        inputs = (TensorSpec("fused", shape.dtype, block), TensorSpec("inputs_embeds", shape.dtype, block))
+        outputs = (TensorSpec("recycled", shape.dtype, block),)
+    if shape.draft_vocab_size is None:
+        outputs += (TensorSpec("hidden", shape.dtype, block),)
+    else:
+        outputs += (TensorSpec("logits", "float32", ("B", "S", shape.draft_vocab_size)),)
+    cache = [("B", shape.kv_heads, "C", shape.head_dim)] * shape.layers
+    inputs += (*_std_positions(shape.sliding), *_kv("past_key_values", shape.dtype, cache))
+    return GraphContract("draft", inputs, (*outputs, *_kv("present", shape.dtype, cache)))
+
+
+def fuse_contract(shape: DraftShape) -> GraphContract:
+    """EAGLE-3: `features` [1,T,F], the taps of the target side by side -> `fused` [1,T,H]."""
+    return GraphContract(
+        "fuse",
+        (TensorSpec("features", shape.dtype, ("B", "T", shape.feature_size)),),
+        (TensorSpec("fused", shape.dtype, ("B", "T", shape.hidden_size)),),
+    )
 
 
 def _ort_positions(ragged: bool) -> tuple[TensorSpec, ...]:

@@ -12,7 +12,17 @@ from pathlib import Path, PurePosixPath
 from reprlib import repr as brief
 from typing import Any
 
-from .contracts import PROFILES, BodyShape, GraphContract, body_contract, embed_contract, head_contract
+from .contracts import (
+    PROFILES,
+    BodyShape,
+    DraftShape,
+    GraphContract,
+    body_contract,
+    draft_contract,
+    embed_contract,
+    fuse_contract,
+    head_contract,
+)
 from .errors import BundleError
 from .schema import decode, read_json
 
@@ -29,6 +39,7 @@ _COUNTS = (
     "max_positions",
 )
 _ACTIVATIONS = ("float32", "float16")
+NEURAL_KINDS = ("dflash", "eagle3", "mtp")
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,12 +107,48 @@ class GraphEntry:
 
 
 @dataclass(frozen=True, slots=True)
+class NeuralDraft:
+    """Facts of a draft that reads the target's rows instead of tokens alone.
+
+    taps: the target layers it reads, 0-based "output of layer i"; () where it reads the final hidden states.
+    tap_convention: how the checkpoint counted them, in words. block_size: tokens of a block, the anchor included
+    ("dflash"); 1 for drafts that go token by token. sample_from_anchor: row 0 of a block predicts too.
+    draft_vocab_size, d2t: rows of its own head, and the file (int64, little endian) with the target id of each; null
+    where the target's head, or the target's ids, are used. causal, sliding_causal: whether rows of a block see earlier
+    rows of it only, in full and in sliding layers.
+    """
+
+    layers: int
+    kv_heads: int
+    head_dim: int
+    hidden_size: int
+    feature_size: int
+    taps: tuple[int, ...]
+    tap_convention: str
+    max_positions: int
+    block_size: int = 1
+    mask_token_id: int | None = None
+    sample_from_anchor: bool = False
+    draft_vocab_size: int | None = None
+    d2t: str | None = None
+    sliding_window: int | None = None
+    causal: bool = False
+    sliding_causal: bool = True
+
+
+@dataclass(frozen=True, slots=True)
 class DraftEntry:
-    """A draft shipped inside the bundle. Kind "model": `folder` is itself a bundle."""
+    """A draft shipped inside the bundle, in `folder`.
+
+    Kind "model": the folder is itself a bundle. Kinds "dflash", "eagle3" and "mtp": `neural` and `graphs` describe it;
+    roles "draft", for "eagle3" also "fuse", and "embed" where it has a table of its own.
+    """
 
     name: str
     kind: str
     folder: str
+    neural: NeuralDraft | None = None
+    graphs: tuple[GraphEntry, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,6 +215,8 @@ def parse_manifest(raw: Any) -> Manifest:
     _check_listed(manifest)
     _check_facts(manifest.model)
     _check_graphs(manifest)
+    for draft in manifest.drafts:
+        _check_draft(manifest, draft)
     return manifest
 
 
@@ -205,8 +254,13 @@ def _check_listed(manifest: Manifest) -> None:
     """Every file that is going to be read must have a hash."""
     tokenizer = manifest.tokenizer
     needed = [(tokenizer.tokenizer, "the tokenizer"), (tokenizer.chat_template, "the chat template")]
-    needed += [(f"{draft.folder}/{MANIFEST_NAME}", f"draft {draft.name}") for draft in manifest.drafts]
-    for graph in manifest.graphs:
+    for draft in manifest.drafts:
+        if draft.neural is None:
+            needed.append((f"{draft.folder}/{MANIFEST_NAME}", f"draft {draft.name}"))
+        else:
+            needed.append((draft.neural.d2t, f"draft {draft.name}"))
+    drafted = [graph for draft in manifest.drafts for graph in draft.graphs]
+    for graph in (*manifest.graphs, *drafted):
         needed += [(name, f"graph {graph.role}") for name in (graph.file, *graph.data)]
     for name, purpose in needed:
         if name is not None and name not in manifest.files:
@@ -258,6 +312,54 @@ def _expected_contract(manifest: Manifest, graph: GraphEntry) -> GraphContract |
         return None
     shape = BodyShape(facts.hidden_size, facts.layers, facts.kv_heads, facts.head_dim, dtype, manifest.taps, sliding)
     return body_contract(shape, graph.profile, graph.ragged)
+
+
+def _check_draft(manifest: Manifest, draft: DraftEntry) -> None:
+    """A draft that reads the target's rows: facts in range, graphs of the contracts these facts demand."""
+    neural = draft.neural
+    if (draft.kind == "model") != (neural is None) or draft.kind not in ("model", *NEURAL_KINDS):
+        raise BundleError(f"draft {brief(draft.name)} of kind {brief(draft.kind)} cannot be read; update oxidize")
+    if neural is None:
+        return
+    counts = (neural.layers, neural.kv_heads, neural.head_dim, neural.hidden_size, neural.feature_size)
+    counts += (neural.max_positions, neural.block_size)
+    vocabulary = manifest.model.vocab_size
+    good = all(1 <= count < 1 << 31 for count in counts)
+    good = good and all(0 <= tap < manifest.model.layers for tap in neural.taps)
+    good = good and (neural.mask_token_id is None or 0 <= neural.mask_token_id < vocabulary)
+    if not good:
+        raise BundleError(f"the facts of draft {brief(draft.name)} are out of range; export the bundle again")
+    for graph in draft.graphs:
+        if graph.contract != _expected_draft_contract(draft.kind, neural, graph):
+            raise BundleError(
+                f"the contract of graph {brief(graph.file)} is not that of a {brief(graph.role)} graph of draft "
+                f"{brief(draft.name)}; export the bundle again"
+            )
+
+
+def _expected_draft_contract(kind: str, neural: NeuralDraft, graph: GraphEntry) -> GraphContract | None:
+    names = {spec.name for spec in graph.contract.inputs}
+    dtype = next(
+        (spec.dtype for spec in (*graph.contract.inputs, *graph.contract.outputs) if spec.dtype in _ACTIVATIONS), ""
+    )
+    if dtype not in _ACTIVATIONS or (graph.role == "draft" and len(names) < neural.layers):
+        return None
+    if graph.role == "embed":
+        return embed_contract(neural.hidden_size, dtype)
+    shape = DraftShape(
+        kind,
+        neural.hidden_size,
+        neural.layers,
+        neural.kv_heads,
+        neural.head_dim,
+        neural.feature_size,
+        neural.draft_vocab_size,
+        "attn_mask_sliding" in names,
+        dtype,
+    )
+    return (
+        {"draft": draft_contract, "fuse": fuse_contract}[graph.role](shape) if graph.role in ("draft", "fuse") else None
+    )
 
 
 def _activations(graph: GraphEntry) -> str:

@@ -270,6 +270,21 @@ def test_a_rate_under_the_floor_ends_speculation_though_it_would_pay() -> None:
     assert not model(slope=0.0, per_token=0.01, floor=0.0).reason.endswith("0.30")
 
 
+def test_what_was_under_the_floor_comes_back_only_over_it() -> None:
+    """A quarter of the first tokens are kept: not clearly under 0.3, but under it."""
+    made = model(slope=0.0, per_token=0.01)
+    play(made, 60, accepted=0, draft_ms=0.01)
+    assert made.state is State.FALLBACK
+    asked = 0
+    for _ in range(4000):
+        plan = made.plan(8, [])
+        if plan.source is not None:
+            asked += 1
+            made.record("model", plan.k, int(asked % 4 == 0), 0)
+        assert made.state is State.FALLBACK
+    assert asked > 100
+
+
 def test_short_runs_of_long_drafts_are_over_the_floor() -> None:
     """One token of eight is kept in every round: 0.13 of those proposed, but every first one."""
     made = model(slope=0.0, per_token=0.0001)

@@ -1,0 +1,1 @@
+"""Drafts that read the target's rows: one reader and one graph per family."""

@@ -1,0 +1,147 @@
+"""What every family of drafts has in common: its config in our own words, its opened checkpoint, how it is written."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from oxidize.runtime.contracts import DraftShape, GraphContract
+from oxidize.runtime.manifest import GraphEntry, NeuralDraft
+
+from ..config import ModelConfig
+from ..graph import GraphBuilder
+from ..layers import Scope
+from ..plan import ExportPlan
+from ..profile_std import StdProfile
+from ..store import TensorStore
+from ..tensors import ModelTensors, Progress
+from ..weights import WeightSource
+
+
+@dataclass(frozen=True, slots=True)
+class DraftConfig:
+    """A draft in our own words.
+
+    model: its own stack of layers (vocab_size: the target's). taps: target layers it reads, 0-based "output of layer
+    i"; () where it reads the final hidden states. tap_convention: how the checkpoint counted, in words.
+    target_hidden_size: width of one tap. draft_vocab_size: rows of its own head; None where it uses the target's.
+    own_embedding: it has a table of its own. layer_causal: for each layer, whether rows of a block see earlier ones
+    only. flags: what else the maths of the family depends on, by the names of the family's reader.
+    """
+
+    kind: str
+    model: ModelConfig
+    taps: tuple[int, ...]
+    tap_convention: str
+    target_hidden_size: int
+    block_size: int = 1
+    mask_token_id: int | None = None
+    sample_from_anchor: bool = False
+    draft_vocab_size: int | None = None
+    own_embedding: bool = False
+    layer_causal: tuple[bool, ...] = ()
+    flags: dict[str, bool] = field(default_factory=dict)
+
+    @property
+    def feature_size(self) -> int:
+        """Width of the target's rows that the draft reads."""
+        return max(1, len(self.taps)) * self.target_hidden_size
+
+    def shape(self, dtype: str) -> DraftShape:
+        """What its contracts depend on."""
+        model = self.model
+        return DraftShape(
+            kind=self.kind,
+            hidden_size=model.hidden_size,
+            layers=model.layers,
+            kv_heads=model.kv_heads,
+            head_dim=model.head_dim,
+            feature_size=self.feature_size,
+            draft_vocab_size=self.draft_vocab_size,
+            sliding=any(model.is_sliding(layer) for layer in range(model.layers)),
+            dtype=dtype,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class DraftCheckpoint:
+    """An opened draft. Weights have the canonical names of its family; d2t int64 [Vd] are target ids, if it has any."""
+
+    name: str
+    revision: str | None
+    config: DraftConfig
+    weights: WeightSource
+    files: tuple[Path, ...]
+    d2t: np.ndarray | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class DraftGraph:
+    """One graph to be written: its contract and the function that fills it."""
+
+    contract: GraphContract
+    write: Callable[[Scope], None]
+    file: str
+
+
+def write_draft_graphs(
+    draft: DraftCheckpoint,
+    graphs: Sequence[DraftGraph],
+    plan: ExportPlan,
+    folder: Path,
+    progress: Progress | None = None,
+) -> tuple[GraphEntry, ...]:
+    """Write the graphs and `weights.bin` of a draft into an existing folder; entries name files inside that folder.
+
+    Draft graphs are plain ONNX (profile "std"): blocks that see all of themselves need masks of their own.
+    """
+    with TensorStore(folder / "weights.bin") as store:
+        tensors = ModelTensors(draft.weights, store, plan.dtype, progress)
+        profile = StdProfile(tensors.filled)
+        built = []
+        for graph in graphs:
+            builder = GraphBuilder(graph.contract, profile.dialect)
+            graph.write(Scope(draft.config.model, plan, builder, tensors, profile))
+            built.append(builder)
+    for graph, builder in zip(graphs, built, strict=True):
+        builder.save(folder / graph.file)
+    return tuple(
+        GraphEntry(
+            role=graph.contract.role,
+            profile=profile.name,
+            ragged=False,
+            file=graph.file,
+            data=("weights.bin",),
+            opset=profile.dialect.opset,
+            precision=plan.precision,
+            minimum_ort="1.31",
+            contract=graph.contract,
+        )
+        for graph in graphs
+    )
+
+
+def neural_facts(config: DraftConfig, plan: ExportPlan, d2t: str | None) -> NeuralDraft:
+    """What the manifest says of the draft."""
+    model = config.model
+    sliding = [layer for layer in range(model.layers) if model.is_sliding(layer)]
+    full = [layer for layer in range(model.layers) if not model.is_sliding(layer)]
+    return NeuralDraft(
+        layers=model.layers,
+        kv_heads=model.kv_heads,
+        head_dim=model.head_dim,
+        hidden_size=model.hidden_size,
+        feature_size=config.feature_size,
+        taps=config.taps,
+        tap_convention=config.tap_convention,
+        max_positions=plan.positions(model),
+        block_size=config.block_size,
+        mask_token_id=config.mask_token_id,
+        sample_from_anchor=config.sample_from_anchor,
+        draft_vocab_size=config.draft_vocab_size,
+        d2t=d2t,
+        sliding_window=model.sliding_window if sliding else None,
+        causal=any(config.layer_causal[layer] for layer in full) if config.layer_causal else True,
+        sliding_causal=any(config.layer_causal[layer] for layer in sliding) if config.layer_causal else True,
+    )
