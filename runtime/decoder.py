@@ -185,14 +185,15 @@ class SpeculativeDecoder:
             choice=wishes.choice,
             logprobs=wishes.logprobs,
         )
-        generation.stats.cached_tokens = self._reuse(prompt)
-        self._describe(generation)
         if drafters:
-            kept = _common_prefix(prompt, self._observed)
+            same = _common_prefix(prompt, self._observed)
             for drafter in drafters:
-                drafter.rewind(kept)
+                drafter.rewind(same)
                 drafter.observe(prompt)
             self._observed = generation.committed
+        known = [drafter.known for drafter in drafters if drafter.watches]
+        generation.stats.cached_tokens = self._reuse(prompt, min(known, default=len(prompt)))
+        self._describe(generation)
         self._draft_passes = self._passes()
         self.stats = generation.stats
         return generation
@@ -213,8 +214,9 @@ class SpeculativeDecoder:
     def _passes(self) -> int:
         return sum(drafter.passes for drafter in self.drafters)
 
-    def _reuse(self, prompt: list[int]) -> int:
-        kept = _common_prefix(prompt, self.target.held(self.slot))
+    def _reuse(self, prompt: list[int], most: int) -> int:
+        """Keep what the cache holds of the prompt, at most so many tokens: drafts may need to see the others pass."""
+        kept = min(_common_prefix(prompt, self.target.held(self.slot)), most)
         self.target.cache.rewind_to(self.slot, kept)
         return kept
 

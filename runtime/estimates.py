@@ -101,7 +101,7 @@ class _Chances:
     memory rules, whose estimate is precise; when the text changes the short one takes over within a few outcomes.
     """
 
-    _MEMORIES = (10.0, 50.0, 250.0)  # outcomes
+    _MEMORIES = (10.0, 50.0, 250.0)  # rounds
     _SHARE = 0.01
     _TRUST = (0.1, 0.3, 0.6)
     _START = 4.0  # outcomes that what is believed at first counts for; forgotten like any others
@@ -208,7 +208,7 @@ class ByContext:
             cell = self._cell_of[context] if context < len(self._cell_of) else len(self._EDGES)
             self._cells.age(cell, cell + 1)
             self._cells.observe(cell, 0.5, index < accepted)
-        self._cached = [self._cells.chance(cell, 0.5) for cell, prior in enumerate(self._PRIORS)]
+        self._cached = [self._cells.chance(cell, 0.5) for cell in range(len(self._PRIORS))]
 
 
 def expected_kept(chances: Sequence[float]) -> float:

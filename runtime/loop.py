@@ -18,9 +18,10 @@ from .errors import OxidizeError
 from .generation import Emission, Generation
 from .logprobs import LogprobsParams, TokenLogprob, law_logprob, model_logprob
 from .policy import Offer, State
+from .rows import PassRows, Rows
 from .sampling import Law
 from .stats import StateChange
-from .target import PREFILL_CHUNK, Rows
+from .target import PREFILL_CHUNK
 
 GRAMMAR = "grammar"  # the source of tokens that a grammar forces
 _FORCED = 32  # what a grammar forces is as good as a match this long: only other tokens of the same text can win
@@ -44,6 +45,10 @@ class TargetModel(Protocol):
         """The tokens behind what the slot's cache holds."""
         ...
 
+    def rows(self, index: int) -> PassRows:
+        """What the last pass computed for its request number `index`."""
+        ...
+
     def ort_ns(self) -> dict[str, int]:
         """Nanoseconds spent in each session so far, by role."""
         ...
@@ -62,10 +67,12 @@ class _Turn:
 
 def prefill(target: TargetModel, sequence: Generation, chunk: int = PREFILL_CHUNK) -> None:
     """Read the prompt into the cache but for its last chunk, which the first round's pass carries."""
-    missing = sequence.committed[target.cache.lengths[sequence.slot] :]
+    cached = target.cache.lengths[sequence.slot]
+    missing = sequence.committed[cached:]
     keep = (len(missing) - 1) % chunk + 1
     for start in range(0, len(missing) - keep, chunk):
         target.forward([Rows(sequence.slot, missing[start : start + chunk], 0)])
+        _show(target, 0, sequence, cached + start)
         sequence.stats.target_forward_passes += 1
     sequence.policy.start()
     _note_state(sequence)
@@ -78,6 +85,8 @@ def play_round(target: TargetModel, sequences: Sequence[Generation]) -> list[Emi
     logits = target.forward([_rows(turn) for turn in turns])
     elapsed_ms = (perf_counter_ns() - start) / 1e6
     emissions = []
+    for index, turn in enumerate(turns):
+        _show(target, index, turn.sequence, len(turn.sequence.committed) - len(turn.tail))
     for turn, rows in zip(turns, logits, strict=True):
         if len(turns) == 1 and len(turn.tail) == 1:
             turn.sequence.policy.cost.observe(len(rows), elapsed_ms)
@@ -120,6 +129,13 @@ class _Clock:
 
     def _draft_ns(self) -> int:
         return sum(drafter.ort_ns for drafter in self._sequence.drafters)
+
+
+def _show(target: TargetModel, index: int, sequence: Generation, start: int) -> None:
+    """Let drafters that read the target's rows have those of a pass, whose first token stands at `start`."""
+    for drafter in sequence.drafters:
+        if drafter.watches:
+            drafter.watch(start, target.rows(index))
 
 
 def _propose(target: TargetModel, sequence: Generation) -> _Turn:

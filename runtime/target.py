@@ -8,9 +8,11 @@ import numpy as np
 from .bundle import Bundle
 from .cache import CacheShape, KVCache
 from .contracts import TensorSpec
+from .ends import Ends
 from .errors import BundleError, UsageError
 from .manifest import GraphEntry
 from .memory import collapse_in_background
+from .rows import PassRows, Rows
 from .session import Arena, Binding, Device, GraphSession, RuntimeOptions, Tensor, check_version, resolve_provider
 
 PREFILL_CHUNK = 512
@@ -18,15 +20,6 @@ _MAX_PASSES = 64
 _ONE_BLOCK = 32  # rows that kernels take in one block, whatever the machine; wider passes may end in a block of one row
 _EXACT_HEAD_DIM = 128  # up to it GroupQueryAttention's sums on the CPU do not depend on where a pass ends
 _CPU = Device("cpu")
-
-
-@dataclass(frozen=True, slots=True)
-class Rows:
-    """What one slot contributes to a pass: tokens to append, and how many of the last rows need logits."""
-
-    slot: int
-    tokens: Sequence[int]
-    wanted: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,11 +70,17 @@ class Target:
         self.device, dtype = body.device, body.contract.outputs[0].dtype
         self.cache = KVCache(CacheShape(facts.layers, facts.kv_heads, facts.head_dim, dtype), slots, self.device)
         self._window = facts.sliding_window
-        self._arenas = {name: Arena((facts.hidden_size,), dtype, self.device) for name in ("inputs_embeds", "hidden")}
+        self.taps = bundle.manifest.taps
+        widths = {"inputs_embeds": 1, "hidden": 1, "taps": len(self.taps)}
+        self._arenas = {
+            name: Arena((width * facts.hidden_size,), dtype, self.device) for name, width in widths.items() if width
+        }
         self._logits = Arena((facts.vocab_size,), "float32", _CPU)
         self._passes: dict[_Layout, _Pass] = {}
         self._generation = -1
         self._tokens: list[list[int]] = [[] for _ in range(slots)]
+        self._ends = Ends(self.sessions["embed"], self.sessions["head"], self.token_count)
+        self._spans: list[tuple[int, int]] = []  # rows of each request of the last pass, over all slots
         self.passes = 0
         if self.device.is_cpu:
             collapse_in_background()
@@ -102,9 +101,29 @@ class Target:
             self._choose_rows(current, _row_indices(layout, requests, count))
             self.sessions["head"].run(current.bindings["head"])
         self.passes += 1
+        starts = ((request.slot - layout.low) * layout.width for request in requests)
+        self._spans = [(start, start + len(request.tokens)) for start, request in zip(starts, requests, strict=True)]
         for request in requests:
             self._remember(request)
         return self._split(requests)
+
+    def rows(self, index: int) -> PassRows:
+        """What the last pass computed for its request number `index`."""
+        start, end = self._spans[index]
+        found = {
+            name: np.asarray(arena.tensor.read()[start:end], np.float32)
+            for name, arena in self._arenas.items()
+            if name != "inputs_embeds"
+        }
+        return PassRows(found["hidden"], found.get("taps"))
+
+    def embed_tokens(self, ids: Sequence[int]) -> Tensor:
+        """For drafts, see `Ends`."""
+        return self._ends.embed_tokens(ids)
+
+    def score(self, hidden: Tensor, count: int, first: int = 0) -> np.ndarray:
+        """For drafts, see `Ends`."""
+        return self._ends.score(hidden, count, first)
 
     def held(self, slot: int) -> list[int]:
         """The tokens behind what the slot's cache holds, whoever put them there."""

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from .decoder import SpeculativeConfig
-from .drafters.base import DraftContext, Drafter, Proposal
+from .drafters.base import DraftContext, Drafter, Proposal, TokenReader
 from .generation import Generation
 from .laws import Laws
 from .loop import play_round, prefill
@@ -17,7 +17,7 @@ from .target import Rows, Target
 GREEDY = SamplingParams()
 
 
-class RandomDrafter:
+class RandomDrafter(TokenReader):
     """Proposes tokens that have nothing to do with the text, so that nearly every round is rejected at once."""
 
     name = "random"

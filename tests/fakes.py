@@ -88,6 +88,8 @@ class FakeDraft:
 
     name = "fake"
     free = False
+    watches = False
+    known = 0
     passes = 0
     ort_ns = 0
 

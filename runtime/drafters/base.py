@@ -8,6 +8,7 @@ import numpy as np
 
 from ..laws import Laws
 from ..noise import Domain, NoiseKey
+from ..rows import PassRows
 from ..sampling import Law, SamplingParams
 
 
@@ -57,11 +58,15 @@ class Drafter(Protocol):
     """Proposes tokens for one text. Between rounds it has observed exactly the committed tokens.
 
     free: proposing costs next to nothing, so proposals may be made only to see how they would have fared.
+    watches: it reads what the target computes, so `watch` is to be called; `known` is then the number of first tokens
+        whose rows it has.
     passes, ort_ns: forward passes and nanoseconds spent in ONNX Runtime so far; 0 without a model.
     """
 
     name: str
     free: bool
+    watches: bool
+    known: int
 
     @property
     def passes(self) -> int:
@@ -82,6 +87,13 @@ class Drafter(Protocol):
         """
         ...
 
+    def watch(self, start: int, rows: PassRows) -> None:
+        """What the target computed for the tokens at `start` and up: committed ones, then those just proposed.
+
+        Called after every pass of the target; `observe` tells next what was kept.
+        """
+        ...
+
     def observe(self, committed: Sequence[int]) -> None:
         """Take note of the whole committed list, which extends the one seen before."""
         ...
@@ -93,3 +105,13 @@ class Drafter(Protocol):
     def reset(self) -> None:
         """Forget everything; the next text starts."""
         ...
+
+
+class TokenReader:
+    """The part of a drafter that reads tokens alone."""
+
+    watches = False
+    known = 0
+
+    def watch(self, start: int, rows: PassRows) -> None:
+        """Nothing to do."""

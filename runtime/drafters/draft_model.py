@@ -6,10 +6,10 @@ import numpy as np
 
 from ..sampling import Law
 from ..target import PREFILL_CHUNK, Rows, Target
-from .base import DraftContext, Proposal
+from .base import DraftContext, Proposal, TokenReader
 
 
-class DraftModel:
+class DraftModel(TokenReader):
     """Drafts with a second model and its own KV cache (one slot); each token's law is the draft's own.
 
     Under the match rule it draws with the target's own noise, so it agrees as often as the two laws allow; under the

@@ -8,13 +8,13 @@ continued.
 
 from collections.abc import Sequence
 
-from .base import DraftContext, Proposal
+from .base import DraftContext, Proposal, TokenReader
 
 _ROOT = 0
 _MARKED = 64  # states whose last end is kept current; only inside a long periodic run is the chain longer
 
 
-class NgramDrafter:
+class NgramDrafter(TokenReader):
     """Continues the most recent of the longest earlier occurrences of the end of the text.
 
     min_match: shortest match, in tokens, worth a proposal.
