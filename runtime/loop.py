@@ -181,8 +181,7 @@ def _choose(sequence: Generation, room: int, offers: dict[str, Proposal]) -> tup
     drafter = next(drafter for drafter in sequence.drafters if drafter.name == plan.source)
     start = perf_counter_ns()
     proposal = drafter.propose(sequence.committed, plan.k, sequence.context)
-    if sequence.stats.rounds:  # the first proposal also pays for reading the prompt
-        policy.record_draft_cost(plan.source, len(proposal.tokens), (perf_counter_ns() - start) / 1e6)
+    policy.record_draft_cost(plan.source, len(proposal.tokens), (perf_counter_ns() - start) / 1e6)
     return plan.source, _until_end(proposal, sequence.eos)
 
 

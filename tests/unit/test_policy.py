@@ -313,7 +313,7 @@ def test_probes_are_short_and_further_and_further_apart() -> None:
     assert {played[index] for index in probes[-5:]} == {1}
     assert gaps[-1] == max(gaps)
     assert gaps[0] < 15
-    assert 30 <= gaps[-1] <= 41
+    assert 38 <= gaps[-1] <= 41
 
 
 def test_fallback_ends_after_a_few_probes_that_are_right() -> None:
@@ -321,7 +321,7 @@ def test_fallback_ends_after_a_few_probes_that_are_right() -> None:
     play(made, 200, accepted=0)
     assert made.state is State.FALLBACK
     emitted = 0
-    while made.state is State.FALLBACK:
+    while made.state is State.FALLBACK and emitted <= 64:
         emitted += 1 + play(made, 1, accepted=8)[0]
     assert emitted <= 64
     assert made.reason == "model: 7 draft tokens in a row were kept"
@@ -342,10 +342,7 @@ def test_lookups_end_in_fallback_and_return_with_a_match_that_is_worth_it() -> N
 def test_offers_are_judged_while_they_are_not_used() -> None:
     made = lookup(slope=0.3)
     play(made, 60, accepted=0, match=4)
-    rounds = 1
-    while not play(made, 1, accepted=8, match=4)[0]:
-        rounds += 1
-    assert rounds <= 20
+    assert play(made, 20, accepted=8, match=4)[-1] > 0
     assert made.state is State.SPECULATING
 
 
