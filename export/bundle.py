@@ -2,12 +2,13 @@
 
 import errno
 import json
+import math
 import os
 import shutil
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
 
@@ -26,6 +27,7 @@ from oxidize.runtime.manifest import (
 
 from .build import ExportPlan, Progress, build_graphs
 from .config import ModelConfig
+from .drafts.write import NeuralSource, write_neural
 from .source import Checkpoint
 from .tokenizer import ExportedTokenizer, write_tokenizer
 
@@ -42,11 +44,14 @@ class DraftSource:
     plan: ExportPlan
 
 
+AnyDraft = DraftSource | NeuralSource
+
+
 def export_bundle(
     checkpoint: Checkpoint,
     plan: ExportPlan,
     out: Path,
-    drafts: Sequence[DraftSource] = (),
+    drafts: Sequence[AnyDraft] = (),
     force: bool = False,
     progress: Progress | None = None,
 ) -> Manifest:
@@ -57,7 +62,8 @@ def export_bundle(
     out = Path(os.path.realpath(out))  # a link to a bundle stays a link
     check_free(out, force)
     check_drafts(drafts)
-    estimates = (estimate_bytes(draft.checkpoint.config, draft.plan) for draft in drafts)
+    plan = replace(plan, taps=tapped(drafts) or plan.taps)
+    estimates = (_estimate_draft(draft) for draft in drafts)
     check_space(out, estimate_bytes(checkpoint.config, plan) + sum(estimates))
     with _workspace(out) as folder:
         manifest = _write(checkpoint, plan, folder, drafts, progress)
@@ -89,7 +95,14 @@ def _bundle_files(folder: Path) -> set[str] | None:
         return None
 
 
-def check_drafts(drafts: Sequence[DraftSource]) -> None:
+def tapped(drafts: Sequence[AnyDraft]) -> tuple[int, ...]:
+    """The target layers that drafts read, each once, in ascending order."""
+    return tuple(
+        sorted({tap for draft in drafts if isinstance(draft, NeuralSource) for tap in draft.draft.config.taps})
+    )
+
+
+def check_drafts(drafts: Sequence[AnyDraft]) -> None:
     """Refuse names that cannot be told apart or used, and plans that do not fit."""
     names = [draft.name for draft in drafts]
     for draft in drafts:
@@ -97,7 +110,7 @@ def check_drafts(drafts: Sequence[DraftSource]) -> None:
             raise UsageError(f"the draft name {draft.name!r} is taken; rename the draft's file or folder")
         if not _is_folder_name(draft.name):
             raise UsageError(f"the draft name {draft.name!r} cannot name a folder; rename the draft's file")
-        draft.plan.check(draft.checkpoint.config)
+        draft.plan.check(draft.draft.config.model if isinstance(draft, NeuralSource) else draft.checkpoint.config)
 
 
 def _is_folder_name(name: str) -> bool:
@@ -128,6 +141,13 @@ def _weight_bytes(plan: ExportPlan, bits: int) -> float:
     return {"fp32": 4.0, "fp16": 2.0, "int4": bits / 8 + 4 / 32}[plan.precision]
 
 
+def _estimate_draft(draft: AnyDraft) -> int:
+    if isinstance(draft, DraftSource):
+        return estimate_bytes(draft.checkpoint.config, draft.plan)
+    weights = draft.draft.weights
+    return sum(4 * math.prod(weights.shape(name)) for name in weights.names())  # at most
+
+
 def check_space(out: Path, needed: int) -> None:
     """Refuse to begin an export that cannot end."""
     parent = next(path for path in out.absolute().parents if path.exists())
@@ -143,7 +163,7 @@ def _write(
     checkpoint: Checkpoint,
     plan: ExportPlan,
     folder: Path,
-    drafts: Sequence[DraftSource],
+    drafts: Sequence[AnyDraft],
     progress: Progress | None,
     vocab_sha256: str | None = None,
 ) -> Manifest:
@@ -179,9 +199,11 @@ def _write(
     return manifest
 
 
-def _write_draft(draft: DraftSource, folder: Path, vocab_sha256: str, progress: Progress | None) -> DraftEntry:
+def _write_draft(draft: AnyDraft, folder: Path, vocab_sha256: str, progress: Progress | None) -> DraftEntry:
     name = f"{DRAFTS_FOLDER}/{draft.name}"
     (folder / name).mkdir(parents=True)
+    if isinstance(draft, NeuralSource):
+        return write_neural(draft, folder, name, progress)
     _write(draft.checkpoint, draft.plan, folder / name, (), progress, vocab_sha256)
     return DraftEntry(draft.name, "model", name)
 

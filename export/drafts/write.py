@@ -1,0 +1,57 @@
+"""Puts a draft that reads the target's rows into a bundle: graphs, weights, ids of its vocabulary, and its entry."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from oxidize.runtime.manifest import DraftEntry, GraphEntry
+
+from ..plan import ExportPlan
+from ..tensors import Progress
+from .base import DraftCheckpoint, DraftConfig, DraftGraph, neural_facts, write_draft_graphs
+
+_D2T_NAME = "d2t.bin"
+
+
+def graphs_of(config: DraftConfig, dtype: str) -> Sequence[DraftGraph]:
+    """The graphs of a draft's family."""
+    if config.kind == "dflash":
+        from .dflash_graph import dflash_graphs
+
+        return dflash_graphs(config, dtype)
+    if config.kind == "eagle3":
+        from .eagle_graph import eagle_graphs
+
+        return eagle_graphs(config, dtype)
+    from .mtp_graph import mtp_graphs
+
+    return mtp_graphs(config, dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class NeuralSource:
+    """A draft to put into the bundle under a name of its own."""
+
+    name: str
+    draft: DraftCheckpoint
+    plan: ExportPlan
+
+
+def write_neural(source: NeuralSource, bundle: Path, folder: str, progress: Progress | None) -> DraftEntry:
+    """Write the draft into the existing folder `bundle`/`folder` and return its manifest entry."""
+    config, plan = source.draft.config, source.plan
+    graphs = graphs_of(config, plan.dtype)
+    entries = write_draft_graphs(source.draft, graphs, plan, bundle / folder, progress)
+    d2t = None
+    if source.draft.d2t is not None:
+        d2t = f"{folder}/{_D2T_NAME}"
+        (bundle / d2t).write_bytes(source.draft.d2t.astype(np.dtype("<i8")).tobytes())
+    placed = tuple(_placed(entry, folder) for entry in entries)
+    return DraftEntry(source.name, config.kind, folder, neural_facts(config, plan, d2t), placed)
+
+
+def _placed(entry: GraphEntry, folder: str) -> GraphEntry:
+    """The entry with paths from the bundle's folder."""
+    return replace(entry, file=f"{folder}/{entry.file}", data=tuple(f"{folder}/{name}" for name in entry.data))
