@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 import click
 
 if TYPE_CHECKING:
-    from oxidize.runtime.manifest import GraphEntry, Manifest
+    from oxidize.runtime.manifest import DraftEntry, GraphEntry, Manifest
 
 
 @click.command()
@@ -21,7 +21,8 @@ def command(bundle: Path, as_json: bool) -> None:
     opened = open_bundle(bundle)
     check_hashes(opened, cache=None)
     for draft in opened.manifest.drafts:
-        open_draft(opened, draft)
+        if draft.neural is None:
+            open_draft(opened, draft)
     manifest = opened.manifest
     if as_json:
         click.echo(json.dumps(json.loads(manifest.dumps())))
@@ -46,7 +47,22 @@ def _table(manifest: "Manifest") -> list[str]:
         f"taps       {', '.join(map(str, manifest.taps)) or 'none'}",
         f"drafts     {', '.join(f'{draft.name} ({draft.kind})' for draft in manifest.drafts) or 'none'}",
     ]
-    return lines + [line for graph in manifest.graphs for line in _graph_lines(graph)]
+    lines += [line for graph in manifest.graphs for line in _graph_lines(graph)]
+    return lines + [line for draft in manifest.drafts for line in _draft_lines(draft, manifest)]
+
+
+def _draft_lines(draft: "DraftEntry", manifest: "Manifest") -> list[str]:
+    size = sum(entry.size for name, entry in manifest.files.items() if name.startswith(f"{draft.folder}/"))
+    lines = [f"draft      {draft.name}: {draft.kind}, {size / 1e6:.1f} MB"]
+    if draft.neural is not None:
+        neural = draft.neural
+        reads = f"taps {', '.join(map(str, neural.taps))}" if neural.taps else "final hidden states"
+        head = f"own head of {neural.draft_vocab_size}" if neural.draft_vocab_size else "the target's head"
+        lines.append(f"  reads    {reads} ({neural.tap_convention}), {neural.feature_size} wide")
+        lines.append(
+            f"  model    {neural.layers} layers, hidden {neural.hidden_size}, {head}, block {neural.block_size}"
+        )
+    return lines + [line for graph in draft.graphs for line in _graph_lines(graph)]
 
 
 def _graph_lines(graph: "GraphEntry") -> list[str]:

@@ -13,19 +13,24 @@ from .target import Target
 
 
 def open_drafters(
-    bundle: Bundle, names: Sequence[str], options: RuntimeOptions, cache: Path | None
+    bundle: Bundle,
+    names: Sequence[str],
+    options: RuntimeOptions,
+    cache: Path | None,
+    target: Target | None = None,
 ) -> tuple[Drafter, ...]:
     """The drafters of these names, in order: "ngram", names of drafts inside the bundle, folders of other bundles.
 
-    "auto" stands for lookup and the bundle's first draft, "none" for nothing. Raises UsageError for an unknown name and
-    for a draft with another vocabulary.
+    "auto" stands for lookup and the bundle's first draft, "none" for nothing. Drafts that read the target's rows share
+    the embed and head of `target`; without one they open their own. Raises UsageError for an unknown name and for a
+    draft with another vocabulary.
     """
     standing = {"none": [], "auto": ["ngram", *(draft.name for draft in bundle.manifest.drafts[:1])]}
     wanted = [each for name in names for each in standing.get(name, [name])]
-    return tuple(_open(bundle, name, options, cache) for name in dict.fromkeys(wanted))
+    return tuple(_open(bundle, name, options, cache, target) for name in dict.fromkeys(wanted))
 
 
-def _open(bundle: Bundle, name: str, options: RuntimeOptions, cache: Path | None) -> Drafter:
+def _open(bundle: Bundle, name: str, options: RuntimeOptions, cache: Path | None, target: Target | None) -> Drafter:
     if name == "ngram":
         return NgramDrafter()
     inside = {draft.name: draft for draft in bundle.manifest.drafts}
@@ -33,6 +38,10 @@ def _open(bundle: Bundle, name: str, options: RuntimeOptions, cache: Path | None
     if name not in inside and not (name and folder.exists()):
         known = ", ".join(["none", "ngram", *inside])
         raise UsageError(f"no draft called {name!r} in the bundle and no folder of that name; known here: {known}")
+    if name in inside and inside[name].neural is not None:
+        from .drafters.neural import open_neural
+
+        return open_neural(bundle, inside[name], target or Target(bundle, options), options)
     draft = open_draft(bundle, inside[name]) if name in inside else open_bundle(folder)
     check_same_tokenizer(bundle, draft)
     check = HashCheck(draft, cache)

@@ -47,7 +47,7 @@ class Engine:
         self.bundle = bundle
         self.target = Target(bundle, options.runtime, floor=2 if options.exact else 1)
         names = [options.draft] if isinstance(options.draft, str) else options.draft
-        drafters = open_drafters(bundle, names, options.runtime, options.cache)
+        drafters = open_drafters(bundle, names, options.runtime, options.cache, self.target)
         self.tokenizer = Tokenizer.load(bundle.folder, bundle.manifest.tokenizer)
         self.has_template = bundle.manifest.tokenizer.chat_template is not None
         check.result()

@@ -1,0 +1,266 @@
+"""What the readers of DFlash checkpoints share: which variants are refused, strict shapes, fitting the target."""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from oxidize.runtime.errors import CheckpointError, UnsupportedModelError, UsageError
+
+from ..config import ModelConfig
+from ..weights import LazyTensor, TensorTable
+from .base import DraftCheckpoint, DraftConfig
+
+Warn = Callable[[str], None]
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"  # of the draft's own, if it has them
+
+# A part of a tensor's name -> the variant it belongs to, and what this version lacks for it.
+_FOREIGN = {
+    "attention_conv": "DFlash2: dynamic convolutions around each layer's attention",
+    "attn_conv": "DFlash2: dynamic convolutions around each layer's attention",
+    "mlp_conv": "DFlash2: dynamic convolutions around each layer's MLP",
+    "ffn_conv": "DFlash2: dynamic convolutions around each layer's MLP",
+    "selector": "DFlash2: a selector of paths through the likeliest tokens",
+    "markov": "DSpark: a Markov head over the previous token",
+    "conf_proj": "DSpark: a confidence head",
+    "confidence": "DSpark: a confidence head",
+    "gru": "Domino: a recurrent correction of the logits",
+    "embed_proj": "Domino: a recurrent correction of the logits",
+    "sink": "attention sinks",
+    "mask_embedding": "an embedding of the mask apart from the table",
+    "qkv_proj": "fused query, key and value projections",
+    "g_proj": "gated attention",
+    "aux_hidden_norm": "a norm for each tap",
+    "fusion_": "learnt mixtures of the taps for each layer",
+    "encoder.": "Muse-Glimmer's encoder",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Stated:
+    """What a DFlash config says before it meets its weights and the target.
+
+    taps: 0-based "output of layer i", None for the layout's default. target_layers, target_hidden_size,
+    draft_vocab_size: None where not said.
+    """
+
+    model: ModelConfig
+    layer_causal: tuple[bool, ...]
+    block_size: int
+    mask_token_id: int
+    taps: tuple[int, ...] | None
+    tap_convention: str
+    target_layers: int | None = None
+    target_hidden_size: int | None = None
+    draft_vocab_size: int | None = None
+    sample_from_anchor: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """The tensors of a checkpoint under canonical names, d2t and t2d (int64 target ids, bool) apart; see `assemble`."""
+
+    name: str
+    where: Path
+    tensors: Mapping[str, LazyTensor]
+    files: tuple[Path, ...]
+    d2t: np.ndarray | None = None
+    t2d: np.ndarray | None = None
+
+
+def refuse_foreign(names: Iterable[str], where: Path) -> None:
+    """Refuse checkpoints of DFlash's descendants by what their tensors are for."""
+    for name in names:
+        for part, meaning in _FOREIGN.items():
+            if part in name:
+                raise UnsupportedModelError(
+                    f"{where}: tensor {name} belongs to {meaning}, which this version does not implement; "
+                    "without it the draft would be another one"
+                )
+
+
+def default_taps(target_layers: int, draft_layers: int) -> tuple[int, ...]:
+    """The taps of a config that names none: from layer 1 to the third from the end, evenly; one alone in the middle."""
+    if draft_layers == 1:
+        return (target_layers // 2,)
+    return tuple(round(1 + i * (target_layers - 4) / (draft_layers - 1)) for i in range(draft_layers))
+
+
+def assemble(stated: Stated, opened: Opened, target: ModelConfig, forced: Warn | None) -> DraftCheckpoint:
+    """The draft as it fits the target, every tensor checked.
+
+    forced: takes what would be a UsageError although the maths is still defined (--force-dflash). Raises
+    CheckpointError for a checkpoint that contradicts itself, UsageError for one that does not fit the target.
+    """
+    taps = _taps(stated, opened, target, forced)
+    head = opened.tensors.get(HEAD)
+    draft_vocab = stated.draft_vocab_size or target.vocab_size
+    if head is not None and stated.draft_vocab_size is None:
+        draft_vocab = head.shape[0]
+    config = DraftConfig(
+        kind="dflash",
+        model=stated.model,
+        taps=taps,
+        tap_convention=stated.tap_convention,
+        target_hidden_size=_tap_width(stated, opened, len(taps)),
+        block_size=stated.block_size,
+        mask_token_id=stated.mask_token_id,
+        sample_from_anchor=stated.sample_from_anchor,
+        draft_vocab_size=draft_vocab if head is not None or draft_vocab != target.vocab_size else None,
+        own_embedding=EMBEDDING in opened.tensors,
+        layer_causal=stated.layer_causal,
+    )
+    check_tensors(opened, tensor_shapes(config))
+    _check_fit(config, opened, target)
+    return DraftCheckpoint(
+        name=opened.name,
+        revision=None,
+        config=config,
+        weights=TensorTable(str(opened.where), opened.tensors),
+        files=opened.files,
+        d2t=_target_ids(config, opened, target),
+    )
+
+
+def tensor_shapes(config: DraftConfig) -> dict[str, tuple[int, ...]]:
+    """Canonical name and shape of every tensor of the draft."""
+    model = config.model
+    hidden, dim = model.hidden_size, model.head_dim
+    shapes: dict[str, tuple[int, ...]] = {
+        "fc.weight": (hidden, config.feature_size),
+        "hidden_norm.weight": (hidden,),
+        "norm.weight": (hidden,),
+    }
+    if config.own_embedding:
+        shapes[EMBEDDING] = (model.vocab_size, hidden)
+    if config.draft_vocab_size is not None:
+        shapes[HEAD] = (config.draft_vocab_size, hidden)
+    for layer in range(model.layers):
+        prefix = f"layers.{layer}"
+        shapes |= {f"{prefix}.{name}.weight": (hidden,) for name in ("input_layernorm", "post_attention_layernorm")}
+        shapes |= {f"{prefix}.self_attn.{part}_norm.weight": (dim,) for part in "qk"}
+        for name, (rows, columns, bias) in _matrices(model).items():
+            shapes[f"{prefix}.{name}.weight"] = (rows, columns)
+            if bias:
+                shapes[f"{prefix}.{name}.bias"] = (rows,)
+    return shapes
+
+
+def _matrices(model: ModelConfig) -> dict[str, tuple[int, int, bool]]:
+    """Rows, columns and "has a bias" of the matrices of a layer."""
+    hidden, inner = model.hidden_size, model.intermediate_size
+    wide, narrow = model.heads * model.head_dim, model.kv_heads * model.head_dim
+    return {
+        "self_attn.q_proj": (wide, hidden, model.attention_bias),
+        "self_attn.k_proj": (narrow, hidden, model.attention_bias),
+        "self_attn.v_proj": (narrow, hidden, model.attention_bias),
+        "self_attn.o_proj": (hidden, wide, model.output_bias),
+        "mlp.gate_proj": (inner, hidden, model.mlp_bias),
+        "mlp.up_proj": (inner, hidden, model.mlp_bias),
+        "mlp.down_proj": (hidden, inner, model.mlp_bias),
+    }
+
+
+def check_tensors(opened: Opened, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Exactly the tensors asked for, each of its shape; a CheckpointError names file, tensor and shapes."""
+    for name, shape in shapes.items():
+        found = opened.tensors.get(name)
+        if found is None:
+            raise CheckpointError(f"{opened.where} has no tensor {name}, expected shape {list(shape)}; it is incomplete")
+        if found.shape != shape:
+            raise CheckpointError(
+                f"{_file(opened, name)}: tensor {name} has shape {list(found.shape)}, expected {list(shape)}; "
+                "config and weights are not of the same draft"
+            )
+    for name in opened.tensors:
+        if name not in shapes:
+            raise UnsupportedModelError(
+                f"{_file(opened, name)}: tensor {name} {list(opened.tensors[name].shape)} is not part of a DFlash "
+                "draft as its config describes it; this version does not know what it is for"
+            )
+
+
+def _file(opened: Opened, name: str) -> object:
+    return getattr(opened.tensors[name], "path", opened.where)
+
+
+def _taps(stated: Stated, opened: Opened, target: ModelConfig, forced: Warn | None) -> tuple[int, ...]:
+    if stated.target_layers not in (None, target.layers):
+        message = (
+            f"{opened.where} was made for a target of {stated.target_layers} layers, this one has {target.layers}; "
+            "choose the draft of this target"
+        )
+        if forced is None:
+            raise UsageError(f"{message}, or --force-dflash to try all the same")
+        forced(message)
+    taps = stated.taps or default_taps(stated.target_layers or target.layers, stated.model.layers)
+    for tap in taps:
+        if not 0 <= tap < target.layers:
+            raise UsageError(
+                f"{opened.where} reads the output of layer {tap} ({stated.tap_convention}), the target has layers 0 "
+                f"to {target.layers - 1}; choose the draft of this target"
+            )
+    return taps
+
+
+def _tap_width(stated: Stated, opened: Opened, taps: int) -> int:
+    """Width of one tap, from fc, which has the last word where the config says nothing."""
+    fc = opened.tensors.get("fc.weight")
+    said = stated.target_hidden_size
+    if fc is None or len(fc.shape) != 2 or said is not None or fc.shape[1] % taps:
+        return said or stated.model.hidden_size
+    return fc.shape[1] // taps
+
+
+def _check_fit(config: DraftConfig, opened: Opened, target: ModelConfig) -> None:
+    draft, width = config.model, config.target_hidden_size
+    if width != target.hidden_size:
+        raise UsageError(
+            f"{opened.where}: fc reads {len(config.taps)} taps of width {width}, the target's hidden size is "
+            f"{target.hidden_size}; choose the draft of this target"
+        )
+    borrows = not config.own_embedding or config.draft_vocab_size is None
+    if borrows and draft.hidden_size != target.hidden_size:
+        raise UsageError(
+            f"{opened.where} has hidden size {draft.hidden_size}, the target {target.hidden_size}; fc cannot help: "
+            "the draft uses the target's embedding or head"
+        )
+    if draft.vocab_size != target.vocab_size:
+        raise UsageError(
+            f"{opened.where} has a vocabulary of {draft.vocab_size} rows, the target {target.vocab_size}; "
+            "choose the draft of this target"
+        )
+    if config.mask_token_id is None or config.mask_token_id >= target.vocab_size:
+        raise UsageError(
+            f"{opened.where}: mask token id {config.mask_token_id} is beyond the target's {target.vocab_size} rows"
+        )
+
+
+def _target_ids(config: DraftConfig, opened: Opened, target: ModelConfig) -> np.ndarray | None:
+    """The target id of each row of the draft's head; None where they are the same."""
+    rows, ids = config.draft_vocab_size, opened.d2t
+    if ids is None:
+        if rows not in (None, target.vocab_size):
+            raise CheckpointError(
+                f"{opened.where} has no tensor d2t, expected shape [{rows}]: its head has {rows} rows for the "
+                f"target's {target.vocab_size} tokens"
+            )
+        return None
+    if rows is None:
+        raise CheckpointError(f"{opened.where} has a tensor d2t but no {HEAD} whose rows it names; it is incomplete")
+    if ids.shape != (rows,):
+        raise CheckpointError(f"{opened.where}: tensor d2t has shape {list(ids.shape)}, expected [{rows}]")
+    if ids.min() < 0 or ids.max() >= target.vocab_size or len(np.unique(ids)) != rows:
+        raise CheckpointError(
+            f"{opened.where}: d2t must name {rows} different tokens below {target.vocab_size}; it goes from "
+            f"{ids.min()} to {ids.max()} with {len(np.unique(ids))} different ones"
+        )
+    if opened.t2d is not None and not np.array_equal(np.flatnonzero(opened.t2d), np.sort(ids)):
+        raise CheckpointError(f"{opened.where}: tensors d2t and t2d name different tokens; the file is damaged")
+    return None if np.array_equal(ids, np.arange(target.vocab_size)) else ids
+
+
+def with_layout(model: ModelConfig, types: tuple[str, ...], window: int | None) -> ModelConfig:
+    """DFlash's layers always have norms on queries and keys, and one rope for all of them."""
+    return replace(model, qk_norm=True, layer_types=types, sliding_window=window)
