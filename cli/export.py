@@ -11,7 +11,7 @@ import click
 
 if TYPE_CHECKING:
     from oxidize.export.build import ExportPlan, Progress
-    from oxidize.export.bundle import DraftSource
+    from oxidize.export.bundle import AnyDraft
     from oxidize.export.source import Checkpoint
 
 
@@ -48,6 +48,13 @@ if TYPE_CHECKING:
 )
 @click.option("--context", type=click.IntRange(1), help="Longest context to allow, if less than the model's.")
 @click.option("--draft-model", "drafts", multiple=True, metavar="SRC", help="A draft model to put into the bundle.")
+@click.option(
+    "--tap-convention",
+    type=click.Choice(["input", "output"]),
+    help="What an EAGLE-3 draft's layer ids count; else as its format does.",
+)
+@click.option("--force-dflash", is_flag=True, help="Go on with a DFlash draft made for another revision or depth.")
+@click.option("--no-mtp", is_flag=True, help="Leave the checkpoint's own MTP head out.")
 @click.option("--revision", help="Branch, tag or commit of a hub id.")
 @click.option("--offline", is_flag=True, help="Never ask the hub; use its local cache.")
 @click.option("--force", is_flag=True, help="Replace a bundle that is already there.")
@@ -56,17 +63,24 @@ if TYPE_CHECKING:
 def command(source: str, out: Path, drafts: tuple[str, ...], **options: Any) -> None:
     """Turn SOURCE (a Hugging Face folder, a GGUF file or a hub id) into a bundle of ONNX graphs."""
     from oxidize.export.bundle import check_drafts, check_free, export_bundle
+    from oxidize.export.drafts.mtp import split_mtp
+    from oxidize.export.drafts.write import NeuralSource
     from oxidize.export.source import open_source
 
     from .quality import describe_quality
 
     check_free(out, options["force"])
-    checkpoint = open_source(source, options["offline"], options["revision"])
+    opened = open_source(source, options["offline"], options["revision"])
+    checkpoint, head = split_mtp(opened, not options["no_mtp"])
     plan = _plan(options)
     plan.check(checkpoint.config)
-    sources = _draft_sources(drafts, plan, options["offline"])
+    sources = _draft_sources(drafts, checkpoint, plan, options)
+    if head is not None:
+        sources.append(NeuralSource("mtp", head, plan))
     check_drafts(sources)
     _announce(checkpoint, plan, out)
+    for draft in sources:
+        _say(_describe_draft(draft))
     if options["dry_run"]:
         return
     start = time.perf_counter()
@@ -95,11 +109,32 @@ def _plan(options: dict[str, Any]) -> "ExportPlan":
     )
 
 
-def _draft_sources(drafts: tuple[str, ...], plan: "ExportPlan", offline: bool) -> "list[DraftSource]":
+def _draft_sources(
+    drafts: tuple[str, ...], target: "Checkpoint", plan: "ExportPlan", options: dict[str, Any]
+) -> "list[AnyDraft]":
     from oxidize.export.bundle import DraftSource
-    from oxidize.export.source import open_source
+    from oxidize.export.drafts.base import DraftCheckpoint
+    from oxidize.export.drafts.recognise import DraftWishes, open_draft
+    from oxidize.export.drafts.write import NeuralSource
 
-    return [DraftSource(_draft_name(draft), open_source(draft, offline), plan) for draft in drafts]
+    forced = (lambda reason: _say(f"warning: {reason}; going on")) if options["force_dflash"] else None
+    wishes = DraftWishes(options["tap_convention"], forced)
+    sources: list[AnyDraft] = []
+    for draft in drafts:
+        opened, name = open_draft(draft, target.config, wishes, options["offline"]), _draft_name(draft)
+        neural = isinstance(opened, DraftCheckpoint)
+        sources.append(NeuralSource(name, opened, plan) if neural else DraftSource(name, opened, plan))
+    return sources
+
+
+def _describe_draft(source: "AnyDraft") -> str:
+    from oxidize.export.bundle import DraftSource
+
+    if isinstance(source, DraftSource):
+        return f"draft {source.name}: a model, {source.checkpoint.config.layers} layers"
+    config = source.draft.config
+    reads = f"taps {', '.join(map(str, config.taps))}" if config.taps else "the final hidden states"
+    return f"draft {source.name}: {config.kind}, {config.model.layers} layers, reads {reads} ({config.tap_convention})"
 
 
 def _draft_name(source: str) -> str:

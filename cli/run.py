@@ -52,6 +52,7 @@ _LEAST_LOGPROB = -9999.0  # what OpenAI's API says for impossible; JSON has no i
 )
 @click.option("--strict", is_flag=True, help="Keep only the target's own tokens: same seed, same text, with any draft.")
 @click.option("--exact", is_flag=True, help="Passes of two rows or more only: bitwise the same with any draft and k.")
+@click.option("--no-mtp", is_flag=True, help="Do not draft with the bundle's own MTP head.")
 @click.option("--no-spec", is_flag=True, help="Decode plainly, one token at a time.")
 @runtime_options
 @click.option("--show-drafts", is_flag=True, help="Colour accepted, corrected and bonus tokens, on a terminal.")
@@ -108,7 +109,7 @@ def _engine_options(options: dict[str, Any]) -> Any:
 
     runtime = runtime_of(options)
     drafts = ("none",) if options["no_spec"] else options["draft_models"]
-    return EngineOptions(runtime, drafts, options["exact"], cache_folder())
+    return EngineOptions(runtime, drafts, options["exact"], cache_folder(), mtp=not options["no_mtp"])
 
 
 def _encode(engine: "Engine", text: str, chat: bool | None) -> list[int]:

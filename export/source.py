@@ -67,17 +67,23 @@ def open_source(source: str, offline: bool = False, revision: str | None = None)
     `offline` uses the hub's local cache alone; `revision` is a branch, tag or commit on the hub. Whatever is
     missing, damaged or unsupported raises a CheckpointError.
     """
-    path = Path(source)
+    path, commit = locate(source, offline, revision)
     if path.is_file():
         return _open_gguf(path)
-    if path.is_dir():
-        return _open_folder(path, path.resolve().name, revision=None)
+    return _open_folder(path, path.resolve().name if commit is None else source, commit)
+
+
+def locate(source: str, offline: bool = False, revision: str | None = None) -> tuple[Path, str | None]:
+    """Where a source lies on this disk, fetched from the hub if need be, and its commit there (None if local)."""
+    path = Path(source)
+    if path.exists():
+        return path, None
     if not _HUB_NAME.fullmatch(source) or source.endswith(".gguf"):
         raise CheckpointError(
             f"{source} is no folder, no .gguf file and no hub name (organisation/model); check the path"
         )
     folder = _download(source, offline, revision)
-    return _open_folder(folder, source, revision=folder.name)
+    return folder, folder.name
 
 
 def _open_folder(folder: Path, name: str, revision: str | None) -> Checkpoint:

@@ -18,14 +18,16 @@ def open_drafters(
     options: RuntimeOptions,
     cache: Path | None,
     target: Target | None = None,
+    mtp: bool = True,
 ) -> tuple[Drafter, ...]:
     """The drafters of these names, in order: "ngram", names of drafts inside the bundle, folders of other bundles.
 
-    "auto" stands for lookup and the bundle's first draft, "none" for nothing. Drafts that read the target's rows share
-    the embed and head of `target`; without one they open their own. Raises UsageError for an unknown name and for a
-    draft with another vocabulary.
+    "auto" stands for lookup and the bundle's first draft, "none" for nothing; `mtp` false leaves MTP heads out of
+    "auto". Drafts that read the target's rows share the embed and head of `target`; without one they open their own.
+    Raises UsageError for an unknown name and for a draft with another vocabulary.
     """
-    standing = {"none": [], "auto": ["ngram", *(draft.name for draft in bundle.manifest.drafts[:1])]}
+    drafts = [draft.name for draft in bundle.manifest.drafts if mtp or draft.kind != "mtp"]
+    standing = {"none": [], "auto": ["ngram", *drafts[:1]]}
     wanted = [each for name in names for each in standing.get(name, [name])]
     return tuple(_open(bundle, name, options, cache, target) for name in dict.fromkeys(wanted))
 

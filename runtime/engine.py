@@ -31,12 +31,14 @@ class EngineOptions:
         drafts inside the bundle, folders of other bundles.
     exact: never run a pass of fewer than two rows, see `Target`.
     cache: a folder for what is worth remembering between runs.
+    mtp: whether the checkpoint's own MTP head may draft.
     """
 
     runtime: RuntimeOptions = field(default_factory=RuntimeOptions)
     draft: str | Sequence[str] = "auto"
     exact: bool = False
     cache: Path | None = None
+    mtp: bool = True
 
 
 class Engine:
@@ -47,7 +49,7 @@ class Engine:
         self.bundle = bundle
         self.target = Target(bundle, options.runtime, floor=2 if options.exact else 1)
         names = [options.draft] if isinstance(options.draft, str) else options.draft
-        drafters = open_drafters(bundle, names, options.runtime, options.cache, self.target)
+        drafters = open_drafters(bundle, names, options.runtime, options.cache, self.target, options.mtp)
         self.tokenizer = Tokenizer.load(bundle.folder, bundle.manifest.tokenizer)
         self.has_template = bundle.manifest.tokenizer.chat_template is not None
         check.result()

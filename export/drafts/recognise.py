@@ -1,0 +1,81 @@
+"""Tells by its content what a draft's checkpoint is, and opens it; whatever is none of the families is a model."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from oxidize.runtime.errors import UnsupportedModelError
+
+from ..config import ModelConfig
+from ..config_hf import CONFIG_NAME, read_json
+from ..source import Checkpoint, locate, open_source
+from .base import DraftCheckpoint
+from .dflash_gguf import read_dflash_gguf, recognises_dflash_gguf
+from .dflash_hf import read_dflash, recognises_dflash
+from .dflash_speculators import read_dflash_speculators, recognises_dflash_speculators
+from .eagle_gguf import is_eagle_gguf, open_eagle_gguf
+from .eagle_hf import is_eagle_hf, open_eagle_hf
+from .eagle_speculators import is_eagle_speculators, open_eagle_speculators
+
+
+@dataclass(frozen=True, slots=True)
+class DraftWishes:
+    """How to read drafts: tap ids counted "input" or "output" whatever the checkpoint says; what to do instead of
+    refusing a mismatch that --force-dflash may go on with (None: refuse)."""
+
+    tap_convention: str | None = None
+    forced: Callable[[str], None] | None = None
+
+
+def open_draft(
+    source: str, target: ModelConfig, wishes: DraftWishes, offline: bool = False
+) -> Checkpoint | DraftCheckpoint:
+    """Open a draft for this target: one that reads its rows, or a model of its own.
+
+    Raises UnsupportedModelError for families that are not implemented, UsageError for a draft that does not fit.
+    """
+    path, _ = locate(source, offline)
+    if path.is_file():
+        return _open_gguf(path, target, wishes) or open_source(source, offline)
+    _refuse_medusa(path)
+    if (path / CONFIG_NAME).is_file():
+        return _open_folder(path, target, wishes) or open_source(source, offline)
+    return open_source(source, offline)
+
+
+def _open_gguf(path: Path, target: ModelConfig, wishes: DraftWishes) -> DraftCheckpoint | None:
+    from ..gguf_file import read_gguf
+
+    file = read_gguf(path)
+    if recognises_dflash_gguf(file):
+        return read_dflash_gguf(path, target, wishes.forced)
+    if is_eagle_gguf(file.metadata):
+        return open_eagle_gguf(path, target, wishes.tap_convention)
+    return None
+
+
+def _open_folder(folder: Path, target: ModelConfig, wishes: DraftWishes) -> DraftCheckpoint | None:
+    raw = read_json(folder / CONFIG_NAME)
+    if recognises_dflash_speculators(raw):
+        return read_dflash_speculators(folder, target, wishes.forced)
+    if recognises_dflash(raw):
+        return read_dflash(folder, target, wishes.forced)
+    if is_eagle_speculators(raw):
+        return open_eagle_speculators(folder, target, wishes.tap_convention)
+    if is_eagle_hf(raw):
+        return open_eagle_hf(folder, target, wishes.tap_convention)
+    if "speculators_model_type" in raw:
+        raise UnsupportedModelError(
+            f"{folder / CONFIG_NAME}: speculators_model_type {raw['speculators_model_type']!r} is not implemented; "
+            "this version knows dflash and eagle3"
+        )
+    return None
+
+
+def _refuse_medusa(folder: Path) -> None:
+    pickles = sorted(path.name for path in folder.glob("medusa*.pt"))
+    if pickles:
+        raise UnsupportedModelError(
+            f"{folder / pickles[0]} is a pickle, which can run any program when it is read, so it is not; "
+            "Medusa heads are not implemented"
+        )
