@@ -20,7 +20,7 @@ from .config_keys import Keys
 SUPPORTED = ("llama", "qwen2", "qwen3", "gemma3")
 _EMBEDDING, _OUTPUT = "token_embd.weight", "output.weight"
 _GEMMA_27B_LAYERS = 62  # llama.cpp tells the one Gemma 3 with another attention scale by its depth
-_ONLY = {
+ONLY: dict[str, Any] = {
     "attention.causal": True,
     "expert_count": 0,
     "expert_used_count": 0,
@@ -56,8 +56,18 @@ def config_from_gguf(
     own = {key.removeprefix(prefix): value for key, value in metadata.items() if key.startswith(prefix)}
     keys = Keys(own, {}, f"GGUF metadata {architecture}.*")
     config = _READERS[architecture](keys, _base(keys, architecture, shapes, rope_factors))
-    keys.refuse_unread(only=_ONLY)
+    keys.refuse_unread(only=ONLY)
     return config
+
+
+def layers_from_gguf(
+    keys: Keys, architecture: str, shapes: Mapping[str, tuple[int, ...]], factors: tuple[float, ...] | None
+) -> ModelConfig:
+    """The stack of layers that the keys shared by all architectures describe; the caller refuses what stays unread.
+
+    `keys` are without the architecture's prefix, `shapes` as in `config_from_gguf`; `factors`: of the rope, if any.
+    """
+    return _base(keys, architecture, shapes, factors)
 
 
 def generation_from_gguf(metadata: Mapping[str, Any]) -> GenerationDefaults:
@@ -81,7 +91,7 @@ def _base(
     hidden, heads, layers = (
         keys.size("embedding_length"),
         keys.size("attention.head_count"),
-        keys.size("block_count"),
+        _layers(keys),
     )
     kv_heads = keys.optional_integer("attention.head_count_kv") or heads
     head_dim = _head_dim(keys, hidden, heads)
@@ -148,6 +158,14 @@ def _gemma3_layer_types(keys: Keys, layers: int) -> tuple[str, ...]:
 def _decimal(value: float) -> float:
     """The number that was meant by a float32: 1e-05 and not 9.999999747378752e-06."""
     return float(str(np.float32(value)))
+
+
+def _layers(keys: Keys) -> int:
+    """The model's own layers: the blocks without the MTP heads behind them."""
+    blocks, heads = keys.size("block_count"), keys.optional_integer("nextn_predict_layers") or 0
+    if heads >= blocks:
+        raise CheckpointError(f"{keys.where}: nextn_predict_layers = {heads} leaves no layers of {blocks} blocks")
+    return blocks - heads
 
 
 def _head_dim(keys: Keys, hidden: int, heads: int) -> int:

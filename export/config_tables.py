@@ -75,7 +75,9 @@ num_beam_groups num_return_sequences repetition_penalty length_penalty diversity
 no_repeat_ngram_size encoder_no_repeat_ngram_size early_stopping exponential_decay_length_penalty
 remove_invalid_values
 """
-HARMLESS = frozenset(f"{_NAMES} {_TRAINING} {_TOKENS} {_GENERATION}".split())
+# Of an MTP head: `drafts.mtp` checks them where there is one; the target's own maths is the same.
+_MTP = "num_nextn_predict_layers mtp_num_hidden_layers mtp_use_dedicated_embeddings"
+HARMLESS = frozenset(f"{_NAMES} {_TRAINING} {_TOKENS} {_GENERATION} {_MTP}".split())
 
 # Keys that change the maths, with the one value we implement where the architecture's reader leaves them.
 ONLY: dict[str, Any] = {

@@ -48,6 +48,7 @@ _TYPES = (
     "Q6_K",
 )
 READABLE = tuple(GGMLQuantizationType[name] for name in _TYPES)
+INTEGERS = (GGMLQuantizationType.I32, GGMLQuantizationType.I64)  # token ids, not weights: `gguf_source.read_integers`
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +158,7 @@ class _Header:
         return places
 
     def _place(self, name: str, kind: int, shape: tuple[int, ...], start: int) -> TensorPlace:
-        if kind not in READABLE:
+        if kind not in READABLE + INTEGERS:
             known = {item.value: item.name for item in GGMLQuantizationType}
             raise CheckpointError(
                 f"{self._path}: tensor {name} has the type {known.get(kind, kind)}, which is not readable "

@@ -17,7 +17,7 @@ from gguf.quants import dequantize
 
 from oxidize.runtime.errors import CheckpointError
 
-from .gguf_file import GgufFile, TensorPlace
+from .gguf_file import INTEGERS, GgufFile, TensorPlace
 from .weights import BlockQuantized, LazyTensor
 
 ROPE_FACTORS = "rope_freqs.weight"
@@ -65,6 +65,10 @@ class GgufTensor:
 
     def load(self) -> np.ndarray:
         """The values as float32, dequantised a few rows at a time."""
+        if self.place.type in INTEGERS:
+            raise CheckpointError(
+                f"{self.path}: tensor {self.place.name} holds integers, expected a type of weights, such as F16"
+            )
         raw = self._raw()
         width = math.prod(self.shape) // len(raw)
         values = np.empty((len(raw), width), np.float32)
@@ -127,6 +131,20 @@ def rope_factors(file: GgufFile) -> tuple[float, ...] | None:
         if place.name == ROPE_FACTORS:
             return tuple(GgufTensor(file.path, place).load().ravel().tolist())
     return None
+
+
+def read_integers(path: Path, place: TensorPlace) -> np.ndarray:
+    """A tensor of token ids, int64 of its shape; another type than I32 and I64 is a CheckpointError."""
+    if place.type not in INTEGERS:
+        raise CheckpointError(f"{path}: tensor {place.name} is {place.type.name}, expected I32 or I64")
+    stored = np.dtype("<i4" if place.type == GGMLQuantizationType.I32 else "<i8")
+    try:
+        values = np.fromfile(path, stored, math.prod(place.shape), offset=place.start)
+    except OSError as error:
+        raise CheckpointError(f"cannot read {path}: {error.strerror or error}") from error
+    if values.size != math.prod(place.shape):
+        raise CheckpointError(f"{path} ends inside tensor {place.name}; download it again")
+    return values.astype(np.int64).reshape(place.shape)
 
 
 def _hugging_face_name(name: str, layer_names: Mapping[str, str]) -> str:

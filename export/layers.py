@@ -79,19 +79,19 @@ def gated_mlp(scope: Scope, x: str, prefix: str) -> str:
     return linear(scope, product, Projection("down", down, (down,), (config.hidden_size,), inner, config.mlp_bias))
 
 
-def attention(scope: Scope, index: int, x: str) -> str:
-    """Self-attention with rotary embedding over the cache of layer `index`."""
+def attention(scope: Scope, index: int, x: str, width: int | None = None) -> str:
+    """Self-attention with rotary embedding over the cache of layer `index`; width: of x, if not the hidden size."""
     spec = _attention_spec(scope, index)
-    qkv = _project_qkv(scope, spec, x)
+    qkv = _project_qkv(scope, spec, x, width)
     return _attend(scope, spec, (qkv,))
 
 
-def attention_qk_norm(scope: Scope, index: int, x: str) -> str:
+def attention_qk_norm(scope: Scope, index: int, x: str, width: int | None = None) -> str:
     """Self-attention whose queries and keys pass an RMS norm per head before the rotary embedding."""
     spec, graph = _attention_spec(scope, index), scope.graph
     prefix = _prefix(index)
     sizes = graph.constant("qkv_sizes", np.array(spec.widths, np.int64))
-    qkv = _project_qkv(scope, spec, x)
+    qkv = _project_qkv(scope, spec, x, width)
     query, key, value = graph.ops("Split", [qkv, sizes], f"{short(prefix)}.split", ("q", "k", "v"), {"axis": -1})
     query = _head_norm(scope, query, spec.head_dim, f"{prefix}.q_norm")
     key = _head_norm(scope, key, spec.head_dim, f"{prefix}.k_norm")
@@ -124,14 +124,14 @@ def _attention_spec(scope: Scope, index: int) -> Attention:
     )
 
 
-def _project_qkv(scope: Scope, spec: Attention, x: str) -> str:
+def _project_qkv(scope: Scope, spec: Attention, x: str, width: int | None) -> str:
     prefix = _prefix(spec.layer)
     names = tuple(f"{prefix}.{part}_proj" for part in ("q", "k", "v"))
     config = scope.config
     return linear(
         scope,
         x,
-        Projection("qkv", f"{prefix}.qkv_proj", names, spec.widths, config.hidden_size, config.attention_bias),
+        Projection("qkv", f"{prefix}.qkv_proj", names, spec.widths, width or config.hidden_size, config.attention_bias),
     )
 
 

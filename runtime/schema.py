@@ -39,7 +39,7 @@ def decode(kind: Any, value: Any, where: str) -> Any:
     if origin is dict:
         _expect(isinstance(value, dict), where, "an object", value)
         return {key: decode(arguments[1], item, f"{where}.{key}") for key, item in value.items()}
-    if arguments:  # a union of scalars: X | None, int | str
+    if arguments:  # a union: of scalars (X | None, int | str), or of a dataclass and None
         return _decode_union(arguments, value, where, str(kind))
     if kind is float:
         _expect(type(value) in (int, float) and abs(value) <= sys.float_info.max, where, "a finite number", value)
@@ -53,6 +53,9 @@ def _decode_union(kinds: tuple[Any, ...], value: Any, where: str, expected: str)
         return None
     if float in kinds:
         return decode(float, value, where)
+    for kind in kinds:
+        if hasattr(kind, "__dataclass_fields__"):
+            return decode(kind, value, where)
     _expect(type(value) in kinds, where, expected, value)
     return value
 

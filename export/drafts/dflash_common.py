@@ -167,7 +167,9 @@ def check_tensors(opened: Opened, shapes: Mapping[str, tuple[int, ...]]) -> None
     for name, shape in shapes.items():
         found = opened.tensors.get(name)
         if found is None:
-            raise CheckpointError(f"{opened.where} has no tensor {name}, expected shape {list(shape)}; it is incomplete")
+            raise CheckpointError(
+                f"{opened.where} has no tensor {name}, expected shape {list(shape)}; it is incomplete"
+            )
         if found.shape != shape:
             raise CheckpointError(
                 f"{_file(opened, name)}: tensor {name} has shape {list(found.shape)}, expected {list(shape)}; "

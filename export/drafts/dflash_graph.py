@@ -11,19 +11,17 @@ import numpy as np
 from oxidize.runtime.contracts import draft_contract, embed_contract
 
 from ..layers import Scope, Stream, gated_mlp, linear, residual_norm, rms_norm
-from ..plan import ExportPlan
 from ..profiles import Attention
 from ..roles import embed_graph
 from ..tensors import Projection
-from .base import DraftCheckpoint, DraftConfig, DraftGraph
+from .base import DraftConfig, DraftGraph
 
 
-def dflash_graphs(draft: DraftCheckpoint, plan: ExportPlan) -> tuple[DraftGraph, ...]:
-    """The graphs of a DFlash draft: "draft", and "embed" where it has a table of its own."""
-    config = draft.config
-    graphs = [DraftGraph(draft_contract(config.shape(plan.dtype)), partial(_draft_graph, config), "draft.onnx")]
+def dflash_graphs(config: DraftConfig, dtype: str) -> tuple[DraftGraph, ...]:
+    """The graphs of a DFlash draft: "draft", and "embed" where it has a table of its own. dtype: of activations."""
+    graphs = [DraftGraph(draft_contract(config.shape(dtype)), partial(_draft_graph, config), "draft.onnx")]
     if config.own_embedding:
-        graphs.append(DraftGraph(embed_contract(config.model.hidden_size, plan.dtype), embed_graph, "embed.onnx"))
+        graphs.append(DraftGraph(embed_contract(config.model.hidden_size, dtype), embed_graph, "embed.onnx"))
     return tuple(graphs)
 
 

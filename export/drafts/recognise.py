@@ -16,6 +16,7 @@ from .dflash_speculators import read_dflash_speculators, recognises_dflash_specu
 from .eagle_gguf import is_eagle_gguf, open_eagle_gguf
 from .eagle_hf import is_eagle_hf, open_eagle_hf
 from .eagle_speculators import is_eagle_speculators, open_eagle_speculators
+from .mtp import split_mtp
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,11 +37,14 @@ def open_draft(
     """
     path, _ = locate(source, offline)
     if path.is_file():
-        return _open_gguf(path, target, wishes) or open_source(source, offline)
-    _refuse_medusa(path)
-    if (path / CONFIG_NAME).is_file():
-        return _open_folder(path, target, wishes) or open_source(source, offline)
-    return open_source(source, offline)
+        draft = _open_gguf(path, target, wishes)
+    else:
+        _refuse_medusa(path)
+        draft = _open_folder(path, target, wishes) if (path / CONFIG_NAME).is_file() else None
+    if draft is not None:
+        return draft
+    model, _ = split_mtp(open_source(source, offline), wanted=False)
+    return model
 
 
 def _open_gguf(path: Path, target: ModelConfig, wishes: DraftWishes) -> DraftCheckpoint | None:

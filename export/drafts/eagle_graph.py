@@ -1,0 +1,116 @@
+"""The graphs of an EAGLE-3 draft (https://arxiv.org/abs/2503.01840): "fuse", "draft" and, if it has a table, "embed".
+
+Row i of the draft reads the feature of token i and the embedding of token i+1, and scores token i+2. In a chain the
+feature of a token just drafted is what the row before gave as `recycled`.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+
+import numpy as np
+
+from oxidize.runtime.contracts import draft_contract, embed_contract, fuse_contract
+
+from ..layers import Scope, Stream, attention, attention_qk_norm, gated_mlp, residual_norm, rms_norm
+from ..models import decoder_layer
+from ..roles import embed_graph
+from ..tensors import Projection
+from .base import DraftConfig, DraftGraph
+
+_FC_BITS = 8  # of the fuse at precision int4: it is small, and all that the draft knows of the target
+_HALF_MAX = 65504.0
+
+
+def eagle_graphs(config: DraftConfig, dtype: str) -> Sequence[DraftGraph]:
+    """The graphs to write, activations of `dtype`."""
+    shape = config.shape(dtype)
+    graphs = [
+        DraftGraph(fuse_contract(shape), partial(_fuse, config), "fuse.onnx"),
+        DraftGraph(draft_contract(shape), partial(_draft, config), "draft.onnx"),
+    ]
+    if config.own_embedding:
+        graphs.append(DraftGraph(embed_contract(shape.hidden_size, dtype), embed_graph, "embed.onnx"))
+    return graphs
+
+
+def _fuse(config: DraftConfig, scope: Scope) -> None:
+    """Features [B,T,L*Ht] -> fused [B,T,H], after the norms of the variant."""
+    graph = scope.graph
+    features = graph.input("features")
+    if config.flags["norm_before_fc"]:
+        features = rms_norm(scope, features, "input_norm", config.feature_size)
+    if config.flags["fc_norm"]:
+        features = _normed_taps(config, scope, features)
+    names = Projection("fc", "fc", ("fc",), (config.model.hidden_size,), config.feature_size)
+    graph.output("fused", _fc(scope, features, names))
+
+
+def _normed_taps(config: DraftConfig, scope: Scope, features: str) -> str:
+    """Each tap through a norm of its own."""
+    count, width = len(config.taps), config.target_hidden_size
+    sizes = scope.graph.constant("tap_sizes", np.full(count, width, np.int64))
+    parts = [f"tap{tap}" for tap in range(count)]
+    taps = scope.graph.ops("Split", [features, sizes], "taps", parts, {"axis": -1})
+    normed = [rms_norm(scope, tap, f"fc_norm.{index}", width) for index, tap in enumerate(taps)]
+    return scope.graph.op("Concat", normed, "taps.normed", {"axis": -1})
+
+
+def _fc(scope: Scope, features: str, projection: Projection) -> str:
+    """The product, in float32 always: the sum over thousands of large taps passes float16's range on its way."""
+    graph, name = scope.graph, projection.key
+    if scope.plan.dtype == "float32" and scope.plan.precision == "int4":
+        blocks = scope.tensors.blocks(projection, _FC_BITS, scope.plan.zero_points)
+        return scope.profile.matmul_blocks(graph, features, blocks, None, name)
+    weight = graph.stored(f"{name}.weight", scope.tensors.dense(projection))
+    if scope.plan.dtype == "float32":
+        return graph.op("MatMul", [features, weight], name)
+    wide = {"to": graph.element_type("float32")}
+    terms = [graph.op("Cast", [value], f"{name}.{part}32", wide) for part, value in (("x", features), ("w", weight))]
+    product = graph.op("MatMul", terms, f"{name}.matmul")
+    bounds = [graph.constant(f"{name}.{end}", np.array(end * _HALF_MAX, np.float32)) for end in (-1, 1)]
+    product = graph.op("Clip", [product, *bounds], f"{name}.clip")
+    return graph.op("Cast", [product], name, {"to": graph.element_type("float16")})
+
+
+def _draft(config: DraftConfig, scope: Scope) -> None:
+    """The layers, the final norm and, if the draft has one, its head."""
+    graph, model = scope.graph, config.model
+    stream = _first_layer(config, scope)
+    for index in range(1, model.layers):
+        x, residual = residual_norm(scope, stream, f"model.layers.{index}.input_layernorm")
+        stream = decoder_layer(model.architecture)(scope, index, x, residual)
+    hidden, residual = residual_norm(scope, stream, "model.norm")
+    graph.output("recycled", hidden if config.flags["norm_output"] else residual)
+    if config.draft_vocab_size is None:
+        graph.output("hidden", hidden)
+    else:
+        graph.output("logits", _logits(scope, hidden, config.draft_vocab_size))
+
+
+def _first_layer(config: DraftConfig, scope: Scope) -> Stream:
+    """A decoder layer whose attention reads [normed embedding, normed feature] and whose stream is the feature."""
+    graph, model, name = scope.graph, config.model, "model.layers.0"
+    hidden, feature = model.hidden_size, graph.input("fused")
+    embeds = rms_norm(scope, graph.input("inputs_embeds"), f"{name}.input_layernorm", hidden)
+    normed = rms_norm(scope, feature, f"{name}.hidden_norm", hidden)
+    both = graph.op("Concat", [embeds, normed], "layers.0.input", {"axis": -1})  # [B,S,2H]
+    attend = attention_qk_norm if model.qk_norm else attention
+    attended = attend(scope, 0, both, 2 * hidden)
+    residual = normed if config.flags["norm_before_residual"] else feature
+    x, residual = residual_norm(scope, Stream(residual, attended), f"{name}.post_attention_layernorm")
+    return Stream(residual, gated_mlp(scope, x, f"{name}.mlp"))
+
+
+def _logits(scope: Scope, hidden: str, rows: int) -> str:
+    """The head's scores [B,S,Vd] of hidden states, as float32."""
+    graph = scope.graph
+    projection = Projection("table", "lm_head", ("lm_head",), (rows,), scope.config.hidden_size)
+    if scope.plan.precision == "int4":
+        blocks = scope.tensors.blocks(projection, scope.plan.head_bits)
+        logits = scope.profile.matmul_blocks(graph, hidden, blocks, None, "lm_head")
+    else:
+        weight = graph.stored("lm_head.weight", scope.tensors.dense(projection))
+        logits = graph.op("MatMul", [hidden, weight], "lm_head")
+    if scope.plan.dtype != "float32":
+        logits = graph.op("Cast", [logits], "lm_head.float32", {"to": graph.element_type("float32")})
+    return logits

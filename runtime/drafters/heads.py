@@ -1,0 +1,123 @@
+"""Both ends of a draft that reads the target's rows: tokens become embeddings, hidden states become laws.
+
+Either end is the draft's own, or the target's sessions are used and no copy is loaded.
+"""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+
+from ..errors import BundleError
+from ..sampling import Law, law_of
+from ..session import Binding, Device, GraphSession, Tensor
+from .base import DraftContext
+
+_MAX_BINDINGS = 64
+_UNHEARD_OF = np.float32(-1e30)  # the logit of a token the draft cannot name; not -inf: a grammar may insist on it
+
+
+class Embedding(Protocol):
+    """Turns tokens into what the draft reads."""
+
+    def embed_tokens(self, ids: Sequence[int]) -> Tensor:
+        """Embeddings [1,n,H], valid until the next call."""
+        ...
+
+
+class Scorer(Protocol):
+    """A target's head."""
+
+    def score(self, hidden: Tensor, count: int, first: int = 0) -> np.ndarray:
+        """Logits [count, token_count] of rows first, first + 1, ... of `hidden` [1,S,H]; valid until the next call."""
+        ...
+
+
+class Head(Protocol):
+    """Turns what the draft graph returned into laws over the target's ids."""
+
+    def logits(self, outputs: dict[str, Tensor], first: int, count: int) -> np.ndarray:
+        """Logits [count,*] of rows first, first + 1, ... of a pass; valid until the next call."""
+        ...
+
+    def law(self, logits: np.ndarray, drafted: Sequence[int], context: DraftContext) -> Law:
+        """The law of one row of them, after `drafted`."""
+        ...
+
+
+class OwnEmbedding:
+    """A table that came with the draft."""
+
+    def __init__(self, session: GraphSession) -> None:
+        self._session = session
+        (spec,) = session.contract.outputs
+        self._width, self._dtype = int(spec.shape[-1]), spec.dtype
+        self._bound: dict[int, tuple[Binding, Tensor, Tensor]] = {}
+
+    def embed_tokens(self, ids: Sequence[int]) -> Tensor:
+        """Embeddings [1,n,H], valid until the next call for as many tokens."""
+        if len(ids) not in self._bound:
+            if len(self._bound) >= _MAX_BINDINGS:
+                self._bound.clear()
+            self._bound[len(ids)] = self._bind(len(ids))
+        binding, tokens, embeds = self._bound[len(ids)]
+        tokens.write([list(ids)])
+        self._session.run(binding)
+        return embeds
+
+    def _bind(self, count: int) -> tuple[Binding, Tensor, Tensor]:
+        tokens = Tensor((1, count), "int64", Device("cpu"))
+        embeds = Tensor((1, count, self._width), self._dtype, self._session.device)
+        binding = self._session.binding()
+        binding.bind_input("input_ids", tokens, tokens.shape)
+        binding.bind_output("inputs_embeds", embeds, embeds.shape)
+        return binding, tokens, embeds
+
+
+class TargetHead:
+    """Hidden states scored by the target's own head."""
+
+    def __init__(self, target: Scorer) -> None:
+        self._target = target
+
+    def logits(self, outputs: dict[str, Tensor], first: int, count: int) -> np.ndarray:
+        """Logits [count, token_count]."""
+        return self._target.score(outputs["hidden"], count, first)
+
+    def law(self, logits: np.ndarray, drafted: Sequence[int], context: DraftContext) -> Law:
+        """The law of one row."""
+        return context.law(logits, drafted)
+
+
+class OwnHead:
+    """Logits over a vocabulary of the draft's own, `ids` int64 [Vd] being the target's ids of it.
+
+    Laws are made over the draft's vocabulary, which is the smaller one, and then renamed; controls and grammars speak
+    of the target's ids, so for those a row of the target's width is filled in. Raises BundleError where `ids` names a
+    token twice or none at all.
+    """
+
+    def __init__(self, ids: np.ndarray, token_count: int) -> None:
+        known = np.flatnonzero(ids < token_count)  # ids above are padding, which is never produced
+        self._order = known[np.argsort(ids[known], kind="stable")]
+        self._ids = ids[self._order]  # [n], ascending
+        if len(known) == 0 or self._ids[0] < 0 or (np.diff(self._ids) == 0).any():
+            raise BundleError(
+                f"a draft's vocabulary must name different tokens from 0 to {token_count - 1}; this one's {len(ids)} "
+                f"go from {ids.min(initial=0)} to {ids.max(initial=0)}, or name one twice; export the bundle again"
+            )
+        self._straight = np.array_equal(self._order, np.arange(len(known)))  # its rows come by ascending id
+        self._row = np.full(token_count, _UNHEARD_OF, np.float32)
+
+    def logits(self, outputs: dict[str, Tensor], first: int, count: int) -> np.ndarray:
+        """Logits [count,Vd]."""
+        return outputs["logits"].read()[0, first : first + count]
+
+    def law(self, logits: np.ndarray, drafted: Sequence[int], context: DraftContext) -> Law:
+        """The law of one row, over the target's ids."""
+        row = logits[: len(self._ids)] if self._straight else logits[self._order]  # [n]
+        if context.laws is None or context.laws.plain:
+            law = law_of(row, context.params)
+            return Law(self._ids if law.ids is None else self._ids[law.ids], law.probs)
+        self._row[self._ids] = row
+        return context.law(self._row, drafted)
