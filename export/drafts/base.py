@@ -20,6 +20,23 @@ from ..weights import WeightSource
 
 
 @dataclass(frozen=True, slots=True)
+class PathSelection:
+    """What DFlash 2 has beside DFlash: convolutions over a block, and a choice of paths through the likeliest tokens.
+
+    conv_taps: rows of the block that a convolution sees. conv_group: neighbouring channels that share its dynamic part.
+    rank, top_k: of the score of neighbouring tokens, and how many tokens per row it is computed for. multiplier,
+    softcap: logits are multiplied, then bent by softcap * tanh(logits / softcap) where there is one.
+    """
+
+    conv_taps: int
+    conv_group: int
+    rank: int
+    top_k: int
+    multiplier: float = 1.0
+    softcap: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class DraftConfig:
     """A draft in our own words.
 
@@ -27,7 +44,7 @@ class DraftConfig:
     i"; () where it reads the final hidden states. tap_convention: how the checkpoint counted, in words.
     target_hidden_size: width of one tap. draft_vocab_size: rows of its own head; None where it uses the target's.
     own_embedding: it has a table of its own. layer_causal: for each layer, whether rows of a block see earlier ones
-    only. flags: what else the maths of the family depends on, by the names of the family's reader.
+    only. flags: what else the maths of the family depends on, by the names of the family's reader. paths: DFlash 2's.
     """
 
     kind: str
@@ -42,6 +59,7 @@ class DraftConfig:
     own_embedding: bool = False
     layer_causal: tuple[bool, ...] = ()
     flags: dict[str, bool] = field(default_factory=dict)
+    paths: PathSelection | None = None
 
     @property
     def feature_size(self) -> int:

@@ -10,10 +10,12 @@ from oxidize.runtime.errors import CheckpointError, UnsupportedModelError, Usage
 
 from ..config import ModelConfig
 from ..weights import LazyTensor, TensorTable
-from .base import DraftCheckpoint, DraftConfig
+from .base import DraftCheckpoint, DraftConfig, PathSelection
 
 Warn = Callable[[str], None]
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"  # of the draft's own, if it has them
+CONVOLUTIONS = ("attention_conv", "mlp_conv")
+SELECTOR, CODEBOOKS = "candidate_selector", ("predecessor", "successor")
 
 # A part of a tensor's name -> the variant it belongs to, and what this version lacks for it.
 _FOREIGN = {
@@ -55,6 +57,7 @@ class Stated:
     target_hidden_size: int | None = None
     draft_vocab_size: int | None = None
     sample_from_anchor: bool = False
+    paths: PathSelection | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,11 +72,11 @@ class Opened:
     t2d: np.ndarray | None = None
 
 
-def refuse_foreign(names: Iterable[str], where: Path) -> None:
-    """Refuse checkpoints of DFlash's descendants by what their tensors are for."""
+def refuse_foreign(names: Iterable[str], where: Path, allowed: str | None = None) -> None:
+    """Refuse checkpoints of DFlash's descendants, but the one allowed, by what their tensors are for."""
     for name in names:
         for part, meaning in _FOREIGN.items():
-            if part in name:
+            if part in name and meaning.partition(":")[0] != allowed:
                 raise UnsupportedModelError(
                     f"{where}: tensor {name} belongs to {meaning}, which this version does not implement; "
                     "without it the draft would be another one"
@@ -110,6 +113,7 @@ def assemble(stated: Stated, opened: Opened, target: ModelConfig, forced: Warn |
         draft_vocab_size=draft_vocab if head is not None or draft_vocab != target.vocab_size else None,
         own_embedding=EMBEDDING in opened.tensors,
         layer_causal=stated.layer_causal,
+        paths=stated.paths,
     )
     check_tensors(opened, tensor_shapes(config))
     _check_fit(config, opened, target)
@@ -144,7 +148,26 @@ def tensor_shapes(config: DraftConfig) -> dict[str, tuple[int, ...]]:
             shapes[f"{prefix}.{name}.weight"] = (rows, columns)
             if bias:
                 shapes[f"{prefix}.{name}.bias"] = (rows,)
+        if config.paths is not None:
+            shapes |= {f"{prefix}.{name}": shape for name, shape in _convolutions(config.paths, hidden).items()}
+    if config.paths is not None:
+        rank = config.paths.rank
+        shapes |= {f"{SELECTOR}.{part}_codebook.weight": (model.vocab_size, rank) for part in CODEBOOKS}
+        shapes[f"{SELECTOR}.hidden_projection.weight"] = (rank, hidden)
     return shapes
+
+
+def _convolutions(paths: PathSelection, hidden: int) -> dict[str, tuple[int, ...]]:
+    """Tensors of the two convolutions of a layer; base kernels are [2,taps,H] with the first two dimensions as one."""
+    rows, groups = 2 * paths.conv_taps, hidden // paths.conv_group
+    return {
+        name: shape
+        for part in CONVOLUTIONS
+        for name, shape in (
+            (f"{part}.base_kernel.weight", (rows, hidden)),
+            (f"{part}.kernel_projection.weight", (rows * groups, hidden)),
+        )
+    }
 
 
 def _matrices(model: ModelConfig) -> dict[str, tuple[int, int, bool]]:

@@ -4,6 +4,7 @@ Chen et al., "DFlash: Block Diffusion for Flash Speculative Decoding". Which row
 masks, so causal and sliding layers differ in nothing else here.
 """
 
+from collections.abc import Callable
 from functools import partial
 
 import numpy as np
@@ -15,13 +16,19 @@ from ..profiles import Attention
 from ..roles import embed_graph
 from ..tensors import Projection
 from .base import DraftConfig, DraftGraph
+from .dflash2_graph import convolve, prepare_convolution, select_contract, select_graph
 
 
 def dflash_graphs(config: DraftConfig, dtype: str) -> tuple[DraftGraph, ...]:
-    """The graphs of a DFlash draft: "draft", and "embed" where it has a table of its own. dtype: of activations."""
+    """The graphs of a DFlash draft: "draft"; "embed" where it has a table of its own, "select" in DFlash 2.
+
+    dtype: of activations.
+    """
     graphs = [DraftGraph(draft_contract(config.shape(dtype)), partial(_draft_graph, config), "draft.onnx")]
     if config.own_embedding:
         graphs.append(DraftGraph(embed_contract(config.model.hidden_size, dtype), embed_graph, "embed.onnx"))
+    if config.paths is not None:
+        graphs.append(DraftGraph(select_contract(config, dtype), partial(select_graph, config), "select.onnx"))
     return tuple(graphs)
 
 
@@ -35,9 +42,11 @@ def _draft_graph(config: DraftConfig, scope: Scope) -> None:
     for index in range(config.model.layers):
         name = f"layers.{index}"
         x, residual = residual_norm(scope, stream, f"{name}.input_layernorm")
-        attended = _attention(scope, index, x, context, positions)
+        attend = partial(_attention, scope, index, context, positions)
+        attended = _around(scope, config, f"{name}.attention_conv", attend, x)
         x, residual = residual_norm(scope, Stream(residual, attended), f"{name}.post_attention_layernorm")
-        stream = Stream(residual, gated_mlp(scope, x, f"{name}.mlp"))
+        feed = partial(gated_mlp, scope, prefix=f"{name}.mlp")
+        stream = Stream(residual, _around(scope, config, f"{name}.mlp_conv", feed, x))
     hidden, _ = residual_norm(scope, stream, "norm")
     if config.draft_vocab_size is None:
         graph.output("hidden", hidden)
@@ -62,7 +71,15 @@ def _context(scope: Scope, feature_size: int) -> str:
     return graph.op("Cast", [normed], "hidden_norm.cast", {"to": graph.element_type(scope.plan.dtype)})
 
 
-def _attention(scope: Scope, index: int, x: str, context: str, positions: str) -> str:
+def _around(scope: Scope, config: DraftConfig, name: str, part: Callable[[str], str], x: str) -> str:
+    """A part of a layer, in DFlash 2 between the two sides of a convolution. x: its normed input [1,S,H]."""
+    if config.paths is None:
+        return part(x)
+    convolution = prepare_convolution(scope, config.paths, x, name)
+    return convolve(scope, convolution, 1, part(convolve(scope, convolution, 0, x)))
+
+
+def _attention(scope: Scope, index: int, context: str, positions: str, x: str) -> str:
     """Queries from the block x [1,S,H], keys and values from the context rows and the block behind them."""
     graph, config, prefix = scope.graph, scope.config, f"layers.{index}.self_attn"
     spec = _spec(scope, index)

@@ -70,10 +70,10 @@ def read_dflash(folder: Path, target: ModelConfig, forced: Warn | None = None) -
     return assemble(stated_by_hf(raw), opened, target, forced)
 
 
-def open_tensors(folder: Path, unused: tuple[str, ...] = ()) -> Opened:
-    """The tensors of a folder under canonical names, without `unused` ones; a variant's tensors are refused."""
+def open_tensors(folder: Path, unused: tuple[str, ...] = (), allowed: str | None = None) -> Opened:
+    """The tensors of a folder under canonical names, without `unused` ones; variants but `allowed` are refused."""
     stored = read_safetensors(folder, lambda name: None if name in unused else name)
-    refuse_foreign(stored, folder)
+    refuse_foreign(stored, folder, allowed)
     offsets, chosen = stored.pop("d2t", None), stored.pop("t2d", None)
     tensors: dict[str, LazyTensor] = {
         EMBEDDING if name == "embed_tokens.weight" else name: tensor for name, tensor in stored.items()

@@ -1,0 +1,97 @@
+"""Reads DFlash 2 drafts in z-lab's layout: DFlash with convolutions over each block and a selector of paths."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from oxidize.runtime.errors import CheckpointError
+
+from ..config import ModelConfig
+from ..config_hf import CONFIG_NAME, read_json
+from ..config_keys import Keys
+from ..weights import BlockQuantized, LazyTensor
+from .base import DraftCheckpoint, PathSelection
+from .dflash_common import CODEBOOKS, CONVOLUTIONS, Stated, Warn, assemble
+from .dflash_hf import ARCHITECTURE as DFLASH
+from .dflash_hf import either, open_tensors, stated_by_hf
+
+ARCHITECTURE = "DFlash2DraftModel"
+_SIZES = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
+_OWN = (*_SIZES, "output_multiplier", "final_logit_softcapping")
+_BARE = ("base_kernel", *(f"{part}_codebook" for part in CODEBOOKS))  # stored without the ending ".weight"
+
+
+@dataclass(frozen=True, slots=True)
+class FlatTensor:
+    """A tensor with its outer dimensions as one, [a,b,H] -> [a*b,H]."""
+
+    tensor: LazyTensor
+    path: Path
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Dimensions, outermost first."""
+        outer, inner, width = self.tensor.shape
+        return (outer * inner, width)
+
+    def load(self) -> np.ndarray:
+        """The values as float32."""
+        return self.tensor.load().reshape(self.shape)
+
+    def blocks(self) -> BlockQuantized | None:
+        """Never quantised."""
+        return None
+
+
+def recognises_dflash2(raw: Mapping[str, Any]) -> bool:
+    """Whether a decoded config.json is of a DFlash 2 draft in z-lab's layout."""
+    return raw.get("architectures") == [ARCHITECTURE]
+
+
+def read_dflash2(folder: Path, target: ModelConfig, forced: Warn | None = None) -> DraftCheckpoint:
+    """Open a draft for this target; see `dflash_hf.read_dflash`."""
+    stated = stated_by_dflash2(read_json(folder / CONFIG_NAME))
+    opened = open_tensors(folder, allowed="DFlash2")
+    tensors = {}
+    for name, tensor in opened.tensors.items():
+        bare = name.rpartition(".")[2] in _BARE
+        flat = len(tensor.shape) == 3 and any(f"{part}.base_kernel" in name for part in CONVOLUTIONS)
+        stored = FlatTensor(tensor, folder) if flat else tensor
+        tensors[f"{name}.weight" if bare else name] = stored
+    return assemble(stated, replace(opened, tensors=tensors), target, forced)
+
+
+def stated_by_dflash2(raw: Mapping[str, Any]) -> Stated:
+    """What a decoded config.json says."""
+    nested = raw.get("dflash_config")
+    nested = nested if isinstance(nested, Mapping) else {}
+    inner = Keys({key: nested[key] for key in nested if key in _OWN}, {}, f"{CONFIG_NAME}: dflash_config")
+    top = Keys({key: raw[key] for key in raw if key in _OWN}, {}, CONFIG_NAME)
+    plain = {key: value for key, value in raw.items() if key not in _OWN}
+    plain["dflash_config"] = {key: value for key, value in nested.items() if key not in _OWN}
+    stated = stated_by_hf({**plain, "architectures": [DFLASH]})
+    taps, group, rank, top_k = (either(top, inner, key).size(key) for key in _SIZES)
+    paths = PathSelection(
+        conv_taps=taps,
+        conv_group=group,
+        rank=rank,
+        top_k=top_k,
+        multiplier=either(top, inner, "output_multiplier").number("output_multiplier", 1.0),
+        softcap=either(top, inner, "final_logit_softcapping").optional_number("final_logit_softcapping") or None,
+    )
+    _check_sizes(paths, stated.model)
+    return replace(stated, paths=paths)
+
+
+def _check_sizes(paths: PathSelection, model: ModelConfig) -> None:
+    if model.hidden_size % paths.conv_group:
+        raise CheckpointError(
+            f"{CONFIG_NAME}: conv_group_size {paths.conv_group} does not divide hidden_size {model.hidden_size}"
+        )
+    if paths.top_k > model.vocab_size:
+        raise CheckpointError(
+            f"{CONFIG_NAME}: selector_top_k {paths.top_k} exceeds the vocabulary of {model.vocab_size} rows"
+        )
