@@ -91,6 +91,31 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "bias": _changed(attention_bias=True),
 }
 
+# DFlash 2, which adds sizes to dflash_config and tensors to every layer.
+DFLASH2 = _changed(
+    architectures=["DFlash2DraftModel"],
+    auto_map="absent",
+    block_size="absent",
+    is_causal=False,
+    layer_types=["sliding_attention"] * 3,
+    rope_parameters={"rope_theta": 10000000, "rope_type": "default"},
+    rope_scaling="absent",
+    rope_theta="absent",
+    sliding_window=24,
+    use_sliding_window=True,
+    dflash_config={
+        "block_size": 8,
+        "conv_group_size": 16,
+        "conv_kernel_size": 2,
+        "final_logit_softcapping": 20.0,
+        "mask_token_id": 310,
+        "output_multiplier": 0.7,
+        "selector_rank": 12,
+        "selector_top_k": 5,
+        "target_layer_ids": [1, 3, 6],
+    },
+)
+
 
 def target_config(**changes: Any) -> ModelConfig:
     """A target that the variants were made for."""
@@ -140,6 +165,8 @@ def weights_of(config: Mapping[str, Any], seed: int, own_vocab: int | None = Non
     for name, shape in shapes_of(config, own_vocab).items():
         noise = np.random.default_rng([seed, zlib.crc32(name.encode())]).normal(0, 1, shape)
         values = 1 + 0.2 * noise if name.endswith("norm.weight") else noise * 0.1
+        if name.endswith(("base_kernel", "codebook")):
+            values = noise * 0.5
         weights[name] = values.astype(ml_dtypes.bfloat16).astype(np.float32)
     return weights
 
@@ -150,6 +177,7 @@ def shapes_of(config: Mapping[str, Any], own_vocab: int | None = None) -> dict[s
     wide, narrow = config["num_attention_heads"] * dim, config["num_key_value_heads"] * dim
     taps = len(config.get("dflash_config", {}).get("target_layer_ids", ())) or config["num_hidden_layers"]
     target_hidden = config.get("target_hidden_size") or hidden
+    second = {"conv_kernel_size", "selector_rank"} <= config.get("dflash_config", {}).keys()
     shapes: dict[str, tuple[int, ...]] = {"fc.weight": (hidden, taps * target_hidden)}
     shapes |= {"hidden_norm.weight": (hidden,), "norm.weight": (hidden,)}
     for layer in range(config["num_hidden_layers"]):
@@ -163,8 +191,24 @@ def shapes_of(config: Mapping[str, Any], own_vocab: int | None = None) -> dict[s
         shapes |= {f"{part}self_attn.{letter}_norm.weight": (dim,) for letter in "qk"}
         shapes |= {f"{part}mlp.{name}_proj.weight": (inner, hidden) for name in ("gate", "up")}
         shapes[f"{part}mlp.down_proj.weight"] = (hidden, inner)
+        if second:
+            shapes |= _convolution_shapes(config, part)
+    if second:
+        rank = config["dflash_config"]["selector_rank"]
+        shapes["candidate_selector.hidden_projection.weight"] = (rank, hidden)
+        shapes |= {f"candidate_selector.{name}_codebook": (VOCAB, rank) for name in ("predecessor", "successor")}
     if own_vocab:
         shapes |= {"embed_tokens.weight": (config["vocab_size"], hidden), "lm_head.weight": (own_vocab, hidden)}
+    return shapes
+
+
+def _convolution_shapes(config: Mapping[str, Any], part: str) -> dict[str, tuple[int, ...]]:
+    hidden, own = config["hidden_size"], config["dflash_config"]
+    taps, groups = own["conv_kernel_size"], hidden // own["conv_group_size"]
+    shapes: dict[str, tuple[int, ...]] = {}
+    for name in ("attention_conv", "mlp_conv"):
+        shapes[f"{part}{name}.base_kernel"] = (2, taps, hidden)
+        shapes[f"{part}{name}.kernel_projection.weight"] = (2 * taps * groups, hidden)
     return shapes
 
 

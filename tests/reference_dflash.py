@@ -1,8 +1,9 @@
 """DFlash in plain torch, without a cache: every round is computed from all taps of the text. Knows no code of ours."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,15 +34,52 @@ class DFlashReference:
         context = self._norm(linear(features, self.tensors["fc.weight"]), "hidden_norm")
         x = block
         for index, rules in enumerate(self.rules):
-            x = x + self._attention(index, rules, self._norm(x, f"layers.{index}.input_layernorm"), context)
-            x = x + self._mlp(index, self._norm(x, f"layers.{index}.post_attention_layernorm"))
+            name = f"layers.{index}"
+            attend = partial(self._attention, index, rules, context)
+            x = x + self._around(f"{name}.attention_conv", attend, self._norm(x, f"{name}.input_layernorm"))
+            feed = partial(self._mlp, index)
+            x = x + self._around(f"{name}.mlp_conv", feed, self._norm(x, f"{name}.post_attention_layernorm"))
         return self._norm(x, "norm")
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[S,Vd] of the draft's own head."""
         return linear(hidden, self.tensors["lm_head.weight"])
 
-    def _attention(self, index: int, rules: LayerRules, x: Tensor, context: Tensor) -> Tensor:
+    def pair_scores(self, hidden: Tensor, logits: Tensor, row: int, before: int) -> tuple[Tensor, Tensor]:
+        """DFlash 2: the likeliest tokens [K] of a row, best first, and their scores [K] after token `before`."""
+        own = self.config["dflash_config"]
+        cap = own["final_logit_softcapping"]
+        bent = torch.tanh(logits[row] * own["output_multiplier"] / cap) * cap
+        best, tokens = bent.topk(own["selector_top_k"])
+        part = "candidate_selector."
+        given = self.tensors[part + "predecessor_codebook"][before] * linear(
+            hidden[row], self.tensors[part + "hidden_projection.weight"]
+        )
+        return tokens, torch.stack(
+            [best[i] + given @ self.tensors[part + "successor_codebook"][token] for i, token in enumerate(tokens)]
+        )
+
+    def _around(self, name: str, part: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        """DFlash 2: a convolution before and after a part of a layer; in DFlash the part alone."""
+        if f"{name}.base_kernel" not in self.tensors:
+            return part(x)
+        base = self.tensors[f"{name}.base_kernel"]  # [side,tap,H]
+        groups = x.shape[1] // self.config["dflash_config"]["conv_group_size"]
+        dynamic = linear(x, self.tensors[f"{name}.kernel_projection.weight"])
+        dynamic = dynamic.reshape(len(x), 2, base.shape[1], groups)  # [S,side,tap,group]
+        kernels = base + dynamic.repeat_interleave(x.shape[1] // groups, dim=3)  # [S,side,tap,H]
+        return self._convolved(kernels[:, 1], part(self._convolved(kernels[:, 0], x)))
+
+    @staticmethod
+    def _convolved(kernels: Tensor, x: Tensor) -> Tensor:
+        """Row t is the sum over taps of its kernel times row t - tap; kernels [S,tap,H]."""
+        rows = []
+        for t in range(len(x)):
+            terms = [kernels[t, tap] * x[t - tap] for tap in range(kernels.shape[1]) if t >= tap]
+            rows.append(torch.stack(terms).sum(0))
+        return torch.stack(rows)
+
+    def _attention(self, index: int, rules: LayerRules, context: Tensor, x: Tensor) -> Tensor:
         part, known, size = f"layers.{index}.self_attn", len(context), len(x)
         heads, groups = self.config["num_attention_heads"], self.config["num_key_value_heads"]
         queries = self._project(x, f"{part}.q_proj", heads)  # [heads,S,D]

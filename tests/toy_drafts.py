@@ -6,6 +6,7 @@ wrong mask changes the result.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -54,12 +55,7 @@ class Toy:
         return HIDDEN * max(1, len(self.taps))
 
     def weights(self) -> dict[str, np.ndarray]:
-        random = np.random.default_rng(5)
-        sizes = {"read": (self.width if self.kind == "dflash" else HIDDEN, HIDDEN), "token": (HIDDEN, HIDDEN)}
-        sizes |= {f"{part}{layer}": (HIDDEN, HIDDEN) for layer in range(2) for part in "qkv"}
-        sizes |= {"fuse": (self.width, HIDDEN), "head": (HIDDEN, len(self.ids or ()))}
-        sizes |= {"embed": (self.vocabulary, HIDDEN), "frequencies": (HIDDEN,)}
-        return {name: random.normal(0, 0.6, size).astype(np.float32) for name, size in sizes.items()}
+        return _weights(self)
 
     def shape(self) -> DraftShape:
         vocabulary = len(self.ids) if self.ids is not None else None
@@ -70,7 +66,7 @@ class Toy:
     def context_rows(self, features: np.ndarray, embeds: np.ndarray) -> np.ndarray:
         """The rows [n,H] of committed text before any layer, for a chain from what follows too."""
         weights = self.weights()
-        turned = np.sin(np.arange(len(features))[:, None] * weights["frequencies"])
+        turned = weights["places"][: len(features)]
         if self.kind == "dflash":
             return features @ weights["read"] + turned
         fused = features @ weights["fuse"] if self.kind == "eagle3" else features
@@ -81,7 +77,7 @@ class Toy:
         weights, known = self.weights(), len(features)
         context = self.context_rows(features, embeds)
         places = np.arange(known, known + len(embeds))
-        x = embeds + np.sin(places[:, None] * weights["frequencies"])
+        x = embeds + weights["places"][places]
         for layer in range(2):
             rows = np.concatenate([context, x])
             x = x + self._attend(layer, x, rows, places)
@@ -99,8 +95,7 @@ class Toy:
             if embed is None:
                 return
             places = np.arange(len(places) + 1)
-            turned = np.sin(places[-1] * weights["frequencies"])
-            row = x[-1] @ weights["read"] + embed @ weights["token"] + turned
+            row = x[-1] @ weights["read"] + embed @ weights["token"] + weights["places"][places[-1]]
             inputs = np.concatenate([inputs, row[None]])
 
     def _attend(self, layer: int, x: np.ndarray, rows: np.ndarray, places: np.ndarray) -> np.ndarray:
@@ -148,8 +143,7 @@ class Toy:
             return output
 
         def turned(positions: str) -> str:
-            column = op("Unsqueeze", [op("Cast", [positions], f"{positions}.f", to=1), "last"], f"{positions}.column")
-            return op("Sin", [op("Mul", [column, "frequencies"], f"{positions}.angle")], f"{positions}.turned")
+            return op("Gather", ["places", positions], f"{positions}.turned")  # fails beyond the table's end
 
         turns = turned("position_ids")
         context = ""
@@ -179,12 +173,24 @@ class Toy:
         return nodes
 
 
+@cache
+def _weights(toy: Toy) -> dict[str, np.ndarray]:
+    random = np.random.default_rng(5)
+    sizes = {"read": (toy.width if toy.kind == "dflash" else HIDDEN, HIDDEN), "token": (HIDDEN, HIDDEN)}
+    sizes |= {f"{part}{layer}": (HIDDEN, HIDDEN) for layer in range(2) for part in "qkv"}
+    sizes |= {"fuse": (toy.width, HIDDEN), "head": (HIDDEN, len(toy.ids or ()))}
+    sizes |= {"embed": (toy.vocabulary, HIDDEN), "frequencies": (HIDDEN,)}
+    made = {name: random.normal(0, 0.6, size).astype(np.float32) for name, size in sizes.items()}
+    places = np.sin(np.arange(toy.limit)[:, None] * made.pop("frequencies"))
+    return {**made, "places": places.astype(np.float32)}
+
+
 def _model(contract: GraphContract, nodes: list[onnx.NodeProto], weights: dict[str, np.ndarray]) -> onnx.ModelProto:
     def values(specs):
         return [helper.make_tensor_value_info(spec.name, TYPES[spec.dtype], spec.shape) for spec in specs]
 
     used = {name for node in nodes for name in node.input}
-    arrays = {**weights, "last": np.array([-1]), "one": np.array([1])}
+    arrays = {**weights, "one": np.array([1])}
     constants = [numpy_helper.from_array(array, name) for name, array in arrays.items() if name in used]
     graph = helper.make_graph(nodes, contract.role, values(contract.inputs), values(contract.outputs), constants)
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 24)], ir_version=11)
@@ -229,7 +235,7 @@ class ToyTarget(FakeTarget):
         return tensor
 
     def score(self, hidden: Tensor, count: int, first: int = 0) -> np.ndarray:
-        return hidden.read()[0, first : first + count] @ self.head
+        return hidden.read().reshape(-1, HIDDEN)[first : first + count] @ self.head
 
 
 def open_toy(toy: Toy, target: ToyTarget, folder: Path) -> RowReader:

@@ -59,7 +59,7 @@ def read_dflash2(folder: Path, target: ModelConfig, forced: Warn | None = None) 
     for name, tensor in opened.tensors.items():
         bare = name.rpartition(".")[2] in _BARE
         flat = len(tensor.shape) == 3 and any(f"{part}.base_kernel" in name for part in CONVOLUTIONS)
-        stored = FlatTensor(tensor, folder) if flat else tensor
+        stored = FlatTensor(tensor, getattr(tensor, "path", folder)) if flat else tensor
         tensors[f"{name}.weight" if bare else name] = stored
     return assemble(stated, replace(opened, tensors=tensors), target, forced)
 

@@ -86,10 +86,8 @@ def select_graph(config: DraftConfig, scope: Scope) -> None:
     graph.output("tokens", tokens)
     one = graph.constant("one_row", np.array([1, paths.top_k], np.int64))
     anchor = graph.op("Expand", [graph.input("anchor"), one], "anchor_row")  # [1,K]
-    bounds = [graph.constant(f"int64.{n}", np.array([n], np.int64)) for n in (0, -1)]
-    earlier = graph.op(
-        "Slice", [tokens, *bounds, graph.constant("int64.0", np.array([0], np.int64))], "earlier_tokens"
-    )  # all rows but the last
+    bounds = [graph.constant(f"int64.{n}", np.array([n], np.int64)) for n in (0, -1, 0)]
+    earlier = graph.op("Slice", [tokens, *bounds], "earlier_tokens")  # all rows but the last
     before = graph.op("Concat", [anchor, earlier], "tokens_before", {"axis": 0})  # [N,K]
     projection = Projection(
         "qkv",

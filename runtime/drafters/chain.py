@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from ..sampling import Law
 from ..session import Binding, GraphSession, Tensor
 from .base import DraftContext, Proposal
-from .passes import BoundPass, PassShape, Span
-from .reader import FEW, DraftParts, RowReader
+from .passes import FEW, BoundPass, PassShape, Span
+from .reader import DraftParts, RowReader
 
 
 class Fuse:
@@ -78,7 +78,7 @@ class Chain(RowReader):
 
     def _step(self, before: BoundPass, last: int, drafted: Sequence[int]) -> BoundPass:
         """Run the draft on its own row `last` and the token drafted from it; passes take turns with their buffers."""
-        recycled = before.outputs["recycled"]  # [1,S,H]
+        recycled = before.outputs["recycled"]  # [S,H]
         width = recycled.shape[-1]
         embeds = self._parts.embedding.embed_tokens(drafted[-1:])
         spans = {

@@ -12,8 +12,8 @@ from ..errors import BundleError
 from ..sampling import Law, law_of
 from ..session import Binding, Device, GraphSession, Tensor
 from .base import DraftContext
+from .passes import FEW
 
-_MAX_BINDINGS = 64
 _UNHEARD_OF = np.float32(-1e30)  # the logit of a token the draft cannot name; not -inf: a grammar may insist on it
 
 
@@ -29,7 +29,7 @@ class Scorer(Protocol):
     """A target's head."""
 
     def score(self, hidden: Tensor, count: int, first: int = 0) -> np.ndarray:
-        """Logits [count, token_count] of rows first, first + 1, ... of `hidden` [1,S,H]; valid until the next call."""
+        """Logits [count, token_count] of rows first, first + 1, ... of `hidden` [S,H]; valid until the next call."""
         ...
 
 
@@ -56,11 +56,7 @@ class OwnEmbedding:
 
     def embed_tokens(self, ids: Sequence[int]) -> Tensor:
         """Embeddings [1,n,H], valid until the next call for as many tokens."""
-        if len(ids) not in self._bound:
-            if len(self._bound) >= _MAX_BINDINGS:
-                self._bound.clear()
-            self._bound[len(ids)] = self._bind(len(ids))
-        binding, tokens, embeds = self._bound[len(ids)]
+        binding, tokens, embeds = self._bound.get(len(ids)) or self._bind(len(ids))
         tokens.write([list(ids)])
         self._session.run(binding)
         return embeds
@@ -71,6 +67,8 @@ class OwnEmbedding:
         binding = self._session.binding()
         binding.bind_input("input_ids", tokens, tokens.shape)
         binding.bind_output("inputs_embeds", embeds, embeds.shape)
+        if count <= FEW:
+            self._bound[count] = (binding, tokens, embeds)
         return binding, tokens, embeds
 
 
@@ -111,7 +109,7 @@ class OwnHead:
 
     def logits(self, outputs: dict[str, Tensor], first: int, count: int) -> np.ndarray:
         """Logits [count,Vd]."""
-        return outputs["logits"].read()[0, first : first + count]
+        return outputs["logits"].read()[first : first + count]
 
     def law(self, logits: np.ndarray, drafted: Sequence[int], context: DraftContext) -> Law:
         """The law of one row, over the target's ids."""

@@ -7,8 +7,9 @@ import numpy as np
 
 from ..cache import CacheShape, KVCache
 from ..contracts import TensorSpec
-from ..session import Binding, Device, GraphSession, Tensor
+from ..session import Arena, Binding, Device, GraphSession, Tensor
 
+FEW = 33  # rows of a pass that is worth keeping: as many as a round of the loop can leave to be read
 _MAX_PASSES = 64
 _CPU = Device("cpu")
 _HOST_INPUTS = ("context_positions", "position_ids", "write_indices", "attn_mask", "attn_mask_sliding")
@@ -47,7 +48,7 @@ class PassShape:
 
 @dataclass(frozen=True, slots=True)
 class BoundPass:
-    """The binding of one shape, the inputs that the host fills in, and the outputs, [1,S,*] each."""
+    """The binding of one shape, the inputs that the host fills in, and the outputs: S rows, or more, of [*]."""
 
     binding: Binding
     inputs: dict[str, Tensor]
@@ -74,7 +75,7 @@ class DraftPasses:
         self.passes = 0
         self._last = max_positions - 1
         self._bound: dict[PassShape, BoundPass] = {}
-        self._outputs: dict[tuple[str, int, int], Tensor] = {}
+        self._arenas: dict[tuple[str, int], Arena] = {}  # of outputs, by name and turn
         self._generation = self.cache.generation
 
     @property
@@ -91,7 +92,7 @@ class DraftPasses:
         """One pass: context rows at `length` and up, the S rows behind them.
 
         `spans` are the inputs that carry numbers. wanted: outputs are of interest, and the pass is worth keeping for
-        others of its shape. Outputs are valid until the next pass of as many rows and the same turn.
+        others of its shape. Outputs are valid until the next pass of the same turn.
         """
         bound = self._prepare(shape, wanted)
         for name, span in spans.items():
@@ -137,17 +138,18 @@ class DraftPasses:
             if spec.name.startswith("present."):
                 binding.bind_output(spec.name, next(present), _concrete(spec, axes))
             elif wanted:
-                outputs[spec.name] = self._output(spec, shape, axes)
-                binding.bind_output(spec.name, outputs[spec.name], outputs[spec.name].shape)
+                outputs[spec.name] = self._output(spec, shape)
+                binding.bind_output(spec.name, outputs[spec.name], _concrete(spec, axes))
         return BoundPass(binding, inputs, outputs)
 
-    def _output(self, spec: TensorSpec, shape: PassShape, axes: dict[str, int]) -> Tensor:
-        """Logits go to the host, all else stays where the next graph reads it."""
-        key = (spec.name, shape.rows, shape.turn)
-        if key not in self._outputs:
+    def _output(self, spec: TensorSpec, shape: PassShape) -> Tensor:
+        """Room for an output, shared by all passes of a turn. Logits go to the host, all else stays on the device."""
+        key = (spec.name, shape.turn)
+        if key not in self._arenas:
             device = _CPU if spec.name == "logits" else self.device
-            self._outputs[key] = Tensor(_concrete(spec, axes), spec.dtype, device)
-        return self._outputs[key]
+            self._arenas[key] = Arena((int(spec.shape[-1]),), spec.dtype, device)
+        self._arenas[key].reserve(shape.rows)
+        return self._arenas[key].tensor
 
     def _place(self, inputs: dict[str, Tensor], shape: PassShape) -> None:
         start = self.length

@@ -13,11 +13,10 @@ import numpy as np
 from ..rows import PassRows
 from .base import DraftContext, Proposal
 from .heads import Embedding, Head
-from .passes import DraftPasses, Span
+from .passes import FEW, DraftPasses, Span
 from .pending import PendingRows
 
 CHUNK = 512  # rows that wait before they are read without a proposal
-FEW = 16  # rows that the pass of a proposal reads at most, so that its shapes stay few
 
 Pick = Callable[[PassRows], Sequence[np.ndarray]]  # the parts [n,*] that side by side are the rows the draft reads
 

@@ -10,6 +10,7 @@ import onnxruntime as ort
 import pytest
 import torch
 from draft_checkpoints_dflash import (
+    DFLASH2,
     HIDDEN,
     VARIANTS,
     VOCAB,
@@ -21,6 +22,7 @@ from draft_checkpoints_dflash import (
 from reference_dflash import DFlashReference, LayerRules, load_speculators, load_zlab
 
 from oxidize.export.drafts.base import DraftCheckpoint, neural_facts, write_draft_graphs
+from oxidize.export.drafts.dflash2 import read_dflash2
 from oxidize.export.drafts.dflash_gguf import read_dflash_gguf
 from oxidize.export.drafts.dflash_graph import dflash_graphs
 from oxidize.export.drafts.dflash_hf import read_dflash
@@ -237,3 +239,37 @@ def test_the_widths_of_target_and_draft_may_differ(tmp_path: Path):
     rounds = Rounds(draft, ExportPlan("fp32"), tmp_path / "out")
     assert rounds.facts.feature_size == 3 * 2 * HIDDEN
     assert worst(rounds.errors(load_zlab(source, RULES["qwen3"]), 17)) <= PROMISE
+
+
+def dflash2(folder: Path, precision: str = "fp32", **own) -> tuple[Rounds, DFlashReference]:
+    config = {**DFLASH2, "dflash_config": {**DFLASH2["dflash_config"], **own}}
+    source = write_dflash(folder / "source", config)
+    rounds = Rounds(read_dflash2(source, target_config()), ExportPlan(precision), folder / "out")
+    return rounds, load_zlab(source, RULES["all_sliding_not_causal"])
+
+
+@pytest.mark.parametrize("taps", [1, 2, 3])
+def test_dflash2_convolutions_over_several_rounds(taps: int, tmp_path: Path):
+    rounds, reference = dflash2(tmp_path, conv_kernel_size=taps)
+    for first in (1, 17, 300):
+        error = worst(rounds.errors(reference, first))
+        print(f"dflash2, {taps} taps: context {first}, largest error {error:.1e}")
+        assert error <= PROMISE
+
+
+@pytest.mark.parametrize(("precision", "tolerance"), [("fp32", PROMISE), ("fp16", 0.02)])
+@pytest.mark.parametrize("rows", [1, 7])
+def test_dflash2_scores_every_pair_of_neighbours(rows: int, precision: str, tolerance: float, tmp_path: Path):
+    rounds, reference = dflash2(tmp_path, precision)
+    random, anchor = np.random.default_rng(3), 42
+    hidden = random.normal(0, 1, (rows, HIDDEN)).astype(rounds.dtype)
+    logits = random.normal(0, 5, (rows, VOCAB)).astype(np.float32)
+    feeds = {"hidden": hidden, "logits": logits, "anchor": np.array([anchor])}
+    tokens, scores = rounds.sessions["select"].run(None, feeds)
+    known = torch.from_numpy(hidden.astype(np.float32)), torch.from_numpy(logits)
+    for row in range(rows):
+        before = tokens[row - 1] if row else [anchor] * tokens.shape[1]
+        for index, token in enumerate(before):
+            expected_tokens, expected = reference.pair_scores(*known, row, int(token))
+            np.testing.assert_array_equal(tokens[row], expected_tokens.numpy())
+            np.testing.assert_allclose(scores[row, index], expected.numpy(), atol=tolerance)

@@ -10,6 +10,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from draft_checkpoints_dflash import (
+    DFLASH2,
     HIDDEN,
     TARGET_LAYERS,
     VARIANTS,
@@ -22,6 +23,8 @@ from draft_checkpoints_dflash import (
     write_speculators,
 )
 
+from oxidize.export.drafts.base import PathSelection
+from oxidize.export.drafts.dflash2 import read_dflash2, recognises_dflash2
 from oxidize.export.drafts.dflash_common import default_taps
 from oxidize.export.drafts.dflash_gguf import read_dflash_gguf, recognises_dflash_gguf
 from oxidize.export.drafts.dflash_hf import read_dflash, recognises_dflash
@@ -349,3 +352,39 @@ def test_recognition(tmp_path):
     assert recognises_dflash({"architectures": ["DFlash2DraftModel"]})
     assert recognises_dflash_speculators({"speculators_model_type": "dspark"})
     assert recognises_dflash_gguf(read_gguf(write_dflash_gguf(tmp_path / "draft.gguf")))
+
+
+def test_dflash2_configs(tmp_path):
+    draft = read_dflash2(write_dflash(tmp_path / "draft", DFLASH2), target_config())
+    config = draft.config
+    assert config.paths == PathSelection(conv_taps=2, conv_group=16, rank=12, top_k=5, multiplier=0.7, softcap=20.0)
+    assert (config.block_size, config.model.layer_types, config.layer_causal) == (8, SLIDING, (False,) * 3)
+    assert recognises_dflash2(DFLASH2) and recognises_dflash(DFLASH2) and not recognises_dflash2(VARIANTS["qwen3"])
+
+
+def test_dflash2_is_never_read_as_dflash(tmp_path):
+    source = write_dflash(tmp_path / "draft", DFLASH2)
+    with pytest.raises(UnsupportedModelError, match="DFlash2"):
+        read_dflash(source, target_config())
+    with pytest.raises(CheckpointError, match=r"no tensor layers.0.attention_conv.base_kernel.weight.*\[4, 64\]"):
+        without = {name: None for name in weights_of(DFLASH2, 0) if "conv" in name}
+        read_dflash2(write_dflash(tmp_path / "without", DFLASH2, tensors=without), target_config())
+
+
+@pytest.mark.parametrize(
+    ("own_keys", "match"),
+    [
+        ({"conv_group_size": 24}, "24 does not divide hidden_size 64"),
+        ({"selector_top_k": VOCAB + 1}, "exceeds the vocabulary"),
+        ({"selector_rank": None}, "selector_rank must be a positive integer"),
+        ({"selector_rank": 13}, r"predecessor_codebook.* has shape \[320, 12\], expected \[320, 13\]"),
+        ({"novel": 1}, "novel"),
+    ],
+)
+def test_dflash2_refused(own_keys, match, tmp_path):
+    tensors = {name: values.astype(BF16) for name, values in weights_of(DFLASH2, 0).items()}
+    config = changed(DFLASH2, dflash_config={**DFLASH2["dflash_config"], **own_keys})
+    source = write_dflash(tmp_path / "good", DFLASH2, tensors=tensors)
+    (source / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match=match):
+        read_dflash2(source, target_config())

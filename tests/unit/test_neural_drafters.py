@@ -11,9 +11,9 @@ from toy_drafts import HIDDEN, TAPPED, Naive, Toy, ToyTarget, open_toy
 from oxidize.runtime.drafters.base import DraftContext, Proposal
 from oxidize.runtime.drafters.heads import OwnHead
 from oxidize.runtime.drafters.neural import row_picker
-from oxidize.runtime.drafters.passes import MaskRule
+from oxidize.runtime.drafters.passes import FEW, MaskRule
 from oxidize.runtime.drafters.pending import PendingRows
-from oxidize.runtime.drafters.reader import CHUNK, FEW
+from oxidize.runtime.drafters.reader import CHUNK
 from oxidize.runtime.errors import BundleError
 from oxidize.runtime.laws import Laws
 from oxidize.runtime.noise import Domain, NoiseKey
@@ -80,6 +80,7 @@ class Text:
         return proposal
 
     def check(self, proposal: Proposal) -> None:
+        assert self.drafter._passes.length <= len(self.committed) - 1, "drafted rows stay in the cache"
         if not proposal.tokens:
             assert proposal == Proposal()
             return
@@ -110,6 +111,8 @@ def test_rounds_without_a_proposal_between(name: str, tmp_path: Path) -> None:
         for _ in range(waiting):
             text.verify(len(text.committed) - 1, (8, 8), waiting % 3)
         text.round(3, 1)
+    shapes = text.drafter._passes._bound
+    assert max(max(shape.context, shape.rows) for shape in shapes) <= FEW
 
 
 @pytest.mark.parametrize("name", ["dflash", "eagle3", "mtp"])
@@ -201,8 +204,37 @@ def test_the_drafts_context_ends_before_the_targets(name: str, limit: int, tmp_p
         assert made == {length: 3 if length + 3 <= limit else 0 for length in made}
     else:  # rows length - 2 to length + k - 3
         assert made == {length: max(0, min(3, limit + 2 - length)) for length in made}
+    assert text.drafter._passes.length + len(text.drafter._pending) <= limit
     text.start([*text.committed[:2], 4])
     assert len(text.round(3, 0).tokens) == (3 if limit == 20 else 1)
+
+
+@pytest.mark.parametrize("name", ["dflash", "eagle3", "mtp"])
+def test_a_prompt_longer_than_the_drafts_context(name: str, tmp_path: Path) -> None:
+    text = Text(replace(TOYS[name], limit=CHUNK), tmp_path)
+    text.start([7] * (CHUNK + 40))
+    assert text.propose(3) == Proposal()
+    assert text.drafter._passes.length == CHUNK, "read in one piece, to the last position there is"
+    text.start([7] * (CHUNK - 20))
+    assert len(text.round(3, 0).tokens) == 3
+
+
+@pytest.mark.parametrize("name", ["eagle3", "mtp"])
+def test_no_pass_writes_where_it_reads(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = Text(TOYS[name], tmp_path)
+    text.start([5, 1, 9, 4])
+    run, recycled = text.drafter._passes.run, []
+
+    def watched(shape, spans, wanted=True):
+        bound = run(shape, spans, wanted)
+        recycled.append(bound.outputs["recycled"])
+        assert spans["fused"].tensor is not recycled[-1]
+        return bound
+
+    monkeypatch.setattr(text.drafter._passes, "run", watched)
+    for accepted in (0, 3):
+        text.round(5, accepted)
+    assert len(recycled) == 10
 
 
 @pytest.mark.parametrize("name", ["dflash", "eagle3", "mtp"])
