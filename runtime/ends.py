@@ -8,6 +8,7 @@ from .session import Arena, Binding, Device, GraphSession, Tensor
 
 _CPU = Device("cpu")
 _MAX_BINDINGS = 64
+_KEPT_ROWS = 33
 
 
 class Ends:
@@ -25,17 +26,16 @@ class Ends:
     def embed_tokens(self, ids: Sequence[int]) -> Tensor:
         """Rows [1,n,H] of the embedding table, valid until the next call with as many ids."""
         count = len(ids)
-        if count not in self._embeds:
-            if len(self._embeds) >= _MAX_BINDINGS:
-                self._embeds.clear()
-            self._embeds[count] = self._bind_embed(count)
-        binding, tokens, rows = self._embeds[count]
+        found = self._embeds.get(count) or self._bind_embed(count)
+        if count <= _KEPT_ROWS:  # long ones are prompts, each of its own length
+            self._embeds[count] = found
+        binding, tokens, rows = found
         tokens.write([list(ids)])
         self._embed.run(binding)
         return rows
 
     def score(self, hidden: Tensor, count: int, first: int = 0) -> np.ndarray:
-        """Logits float32 [count, token_count] of rows `first` and up of hidden [1,S,H]; valid until the next call."""
+        """Logits float32 [count, token_count] of rows `first` and up of hidden [1,S,H] or [S,H]; till the next call."""
         if self._logits.reserve(count) or len(self._heads) >= _MAX_BINDINGS:
             self._heads.clear()
         key = (hidden.pointer, hidden.shape, count)

@@ -17,6 +17,7 @@ from ..profile_std import StdProfile
 from ..store import TensorStore
 from ..tensors import ModelTensors, Progress
 from ..weights import WeightSource
+from .profile import DraftProfile
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,11 +113,12 @@ def write_draft_graphs(
 ) -> tuple[GraphEntry, ...]:
     """Write the graphs and `weights.bin` of a draft into an existing folder; entries name files inside that folder.
 
-    Draft graphs are plain ONNX (profile "std"): blocks that see all of themselves need masks of their own.
+    Blocks that see all of themselves need masks of their own, so attention is plain ONNX in either profile; beside a
+    target of profile "ort" the quantised products are ONNX Runtime's.
     """
     with TensorStore(folder / "weights.bin") as store:
         tensors = ModelTensors(draft.weights, store, plan.dtype, progress)
-        profile = StdProfile(tensors.filled)
+        profile = (DraftProfile if "ort" in plan.profiles else StdProfile)(tensors.filled)
         built = []
         for graph in graphs:
             builder = GraphBuilder(graph.contract, profile.dialect)

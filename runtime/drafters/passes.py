@@ -177,7 +177,7 @@ def _fill_mask(mask: np.ndarray, first: int, causal: bool) -> None:
     """Row r of [S,C] sees every column before `first`, and of the S columns from there on all, or the first r + 1."""
     rows = len(mask)
     mask[:, :first] = True
-    mask[:, first : first + rows] = np.tri(rows, dtype=np.bool_) if causal else True
+    mask[:, first : first + rows] = np.tri(rows, dtype=np.bool_) if causal and rows > 1 else True
     mask[:, first + rows :] = False
 
 
