@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import onnx
 import pytest
 from checkpoints import VARIANTS, write_hf_checkpoint
 from draft_checkpoints_dflash import write_dflash
@@ -69,3 +70,21 @@ def test_inspect_shows_the_draft(bundle, capsys):
     shown = capsys.readouterr().out
     assert "draft " in shown
     assert "reads " in shown
+
+
+def test_a_draft_holds_no_copy_of_the_targets_tables(bundle):
+    """Only its own weights, by file size and by initializer names; it runs the target's embed and head sessions."""
+    manifest = json.loads((bundle / "manifest.json").read_text())
+    (draft,) = manifest["drafts"]
+    table = manifest["model"]["vocab_size"] * manifest["model"]["hidden_size"] * 4
+    names = [tensor.name for tensor in onnx.load_model(bundle / draft["graphs"][-1]["file"]).graph.initializer]
+    assert not any("embed_tokens" in name for name in names)
+    if draft["neural"]["draft_vocab_size"] is None:
+        assert not any("lm_head" in name for name in names)
+    own = sum(manifest["files"][name]["size"] for name in {data for graph in draft["graphs"] for data in graph["data"]})
+    tensors = sum(
+        tensor.ByteSize()
+        for graph in draft["graphs"]
+        for tensor in onnx.load_model(bundle / graph["file"]).graph.initializer
+    )
+    assert own < tensors + table  # both tables would be two more
