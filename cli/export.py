@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from oxidize.export.bundle import AnyDraft
     from oxidize.export.source import Checkpoint
 
+_WRITING = ("precision", "profiles", "device", "head_bits", "tap_convention", "force_dflash", "no_mtp", "revision")
+
 
 @click.command()
 @click.argument("source")
@@ -61,15 +63,19 @@ if TYPE_CHECKING:
 @click.option("--dry-run", is_flag=True, help="Say what would be written, write nothing.")
 @click.option("--no-eval", is_flag=True, help="Skip the perplexity of bundle and source.")
 def command(source: str, out: Path, drafts: tuple[str, ...], **options: Any) -> None:
-    """Turn SOURCE (a Hugging Face folder, a GGUF file or a hub id) into a bundle of ONNX graphs."""
+    """Turn SOURCE (a Hugging Face folder, a GGUF file, a hub id or an onnxruntime-genai folder) into a bundle."""
     from oxidize.export.bundle import check_drafts, check_free, export_bundle
     from oxidize.export.drafts.mtp import split_mtp
     from oxidize.export.drafts.write import NeuralSource
+    from oxidize.export.foreign import is_onnx_folder
     from oxidize.export.source import open_source
 
     from .quality import describe_quality
 
     check_free(out, options["force"])
+    if is_onnx_folder(Path(source)):
+        _wrap(Path(source), out, drafts, options)
+        return
     opened = open_source(source, options["offline"], options["revision"])
     checkpoint, head = split_mtp(opened, not options["no_mtp"])
     plan = _plan(options)
@@ -91,6 +97,48 @@ def command(source: str, out: Path, drafts: tuple[str, ...], **options: Any) -> 
     if not options["no_eval"]:
         _say(describe_quality(checkpoint, plan, out))
     _say(f"next: oxidize run {out} 'Hello'")
+
+
+def _wrap(folder: Path, out: Path, drafts: tuple[str, ...], options: dict[str, Any]) -> None:
+    """A folder of onnxruntime-genai instead of a checkpoint: its graph is cut, not written anew."""
+    from oxidize.export.bundle import DraftSource, check_drafts
+    from oxidize.export.foreign import open_model_draft, open_onnx_folder, wrap_onnx_folder
+
+    _refuse_writing_options(folder)
+    opened = open_onnx_folder(folder)
+    config, plan = opened.config, _plan(options)
+    models = [DraftSource(_draft_name(draft), open_model_draft(draft, options["offline"]), plan) for draft in drafts]
+    context = min(options["context"] or opened.cuts.positions, opened.cuts.positions)
+    check_drafts(models)
+    _say(
+        f"{opened.name}: {config.architecture}, {config.layers} layers, hidden {config.hidden_size}, "
+        f"vocabulary {config.vocab_size}, context {context}"
+    )
+    _say(f"{opened.precision} as it is, profile ort, one slot, no taps -> {out}")
+    for draft in models:
+        _say(_describe_draft(draft))
+    if options["dry_run"]:
+        return
+    with _progress() as progress:
+        manifest = wrap_onnx_folder(opened, out, options["force"], context, models, progress)
+    _say(f"wrote {out}: {sum(entry.size for entry in manifest.files.values()) / 1e6:.0f} MB")
+    _say(f"next: oxidize run {out} 'Hello'")
+
+
+def _refuse_writing_options(folder: Path) -> None:
+    """Refuse options that say how graphs are written, or how drafts read them, if they were given."""
+    from click.core import ParameterSource
+
+    from oxidize.runtime.errors import UsageError
+
+    context = click.get_current_context()
+    for option in context.command.params:
+        name = option.name or ""
+        if name in _WRITING and context.get_parameter_source(name) is not ParameterSource.DEFAULT:
+            raise UsageError(
+                f"{option.opts[0]} does not apply to {folder}: an ONNX folder is wrapped as it is, without taps; "
+                "leave the option out, or export the original checkpoint"
+            )
 
 
 def _say(text: str) -> None:

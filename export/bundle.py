@@ -65,9 +65,9 @@ def export_bundle(
     plan = replace(plan, taps=tapped(drafts) or plan.taps)
     estimates = (_estimate_draft(draft) for draft in drafts)
     check_space(out, estimate_bytes(checkpoint.config, plan) + sum(estimates))
-    with _workspace(out) as folder:
+    with workspace(out) as folder:
         manifest = _write(checkpoint, plan, folder, drafts, progress)
-        _move_into_place(folder, out)
+        move_into_place(folder, out)
     return manifest
 
 
@@ -174,7 +174,7 @@ def _write(
         if vocab_sha256 not in (None, tokenizer.files.vocab_sha256):
             raise _other_vocabulary(checkpoint, tokenizer, vocab_sha256)
         facts = _facts(checkpoint.config, plan, tokenizer.token_count)
-        entries = tuple(_write_draft(draft, folder, tokenizer.files.vocab_sha256, progress) for draft in drafts)
+        entries = tuple(write_draft(draft, folder, tokenizer.files.vocab_sha256, progress) for draft in drafts)
         graphs = build_graphs(checkpoint.config, checkpoint.weights, plan, folder, progress)
         _refuse_unread(checkpoint)
         provenance = Provenance(
@@ -191,7 +191,7 @@ def _write(
         tokenizer.files,
         checkpoint.generation,
         graphs,
-        _list_files(folder),
+        list_files(folder),
         entries,
         plan.taps,
     )
@@ -199,7 +199,8 @@ def _write(
     return manifest
 
 
-def _write_draft(draft: AnyDraft, folder: Path, vocab_sha256: str, progress: Progress | None) -> DraftEntry:
+def write_draft(draft: AnyDraft, folder: Path, vocab_sha256: str, progress: Progress | None) -> DraftEntry:
+    """Write a draft into the bundle's folder and return its manifest entry."""
     name = f"{DRAFTS_FOLDER}/{draft.name}"
     (folder / name).mkdir(parents=True)
     if isinstance(draft, NeuralSource):
@@ -257,13 +258,14 @@ def _hash_sources(checkpoint: Checkpoint) -> dict[str, str]:
     return {path.name: sha256_of(path) for path in checkpoint.files}
 
 
-def _list_files(folder: Path) -> dict[str, FileEntry]:
+def list_files(folder: Path) -> dict[str, FileEntry]:
+    """Size and sha256 of every file in the folder, by relative path."""
     paths = sorted(path for path in folder.rglob("*") if path.is_file())
     return {path.relative_to(folder).as_posix(): FileEntry(path.stat().st_size, sha256_of(path)) for path in paths}
 
 
 @contextmanager
-def _workspace(out: Path) -> Iterator[Path]:
+def workspace(out: Path) -> Iterator[Path]:
     """A folder beside `out` that is gone again unless it was moved away."""
     folder = out.absolute().parent / f".{out.name}.partial-{os.getpid()}"
     try:
@@ -277,7 +279,7 @@ def _workspace(out: Path) -> Iterator[Path]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _move_into_place(folder: Path, out: Path) -> None:
+def move_into_place(folder: Path, out: Path) -> None:
     """Rename `folder` to `out`; what was there is put back if that fails or is interrupted."""
     old = folder.with_name(folder.name + "-replaced")
     try:

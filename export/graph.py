@@ -1,4 +1,4 @@
-"""Builds, checks and saves ONNX graphs: nodes, external initializers, contracts. The only file that imports onnx.
+"""Builds, checks and saves ONNX graphs: nodes, external initializers, contracts. The door to onnx for our own graphs.
 
 Knows nothing of models, profiles or numbers of layers.
 """

@@ -22,7 +22,7 @@ from .safetensors_source import (
 from .weights import TensorTable, WeightSource
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
-_TOKENIZER_NAMES = (
+TOKENIZER_NAMES = (
     "tokenizer.json",
     "tokenizer_config.json",
     "special_tokens_map.json",
@@ -139,7 +139,7 @@ def _open_gguf(path: Path) -> Checkpoint:
 
 
 def _files(folder: Path) -> tuple[Path, ...]:
-    names = (CONFIG_NAME, GENERATION_NAME, INDEX_NAME, *_TOKENIZER_NAMES)
+    names = (CONFIG_NAME, GENERATION_NAME, INDEX_NAME, *TOKENIZER_NAMES)
     return tuple(path for path in (*(folder / name for name in names), *find_safetensors(folder)) if path.is_file())
 
 

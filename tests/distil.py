@@ -1,10 +1,12 @@
-"""Trains tiny drafts on the text of a tiny target until they know it by heart, in seconds on one thread."""
+"""Trains tiny drafts on a tiny target's text until they know it by heart, in seconds on one thread."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import torch
 from checkpoints import VARIANTS, write_hf_checkpoint
@@ -15,25 +17,28 @@ from torch.nn.functional import cross_entropy, linear, silu
 from oxidize.export.reference import reference_model
 from oxidize.export.source import open_source
 
-LAYERS = 9
-TARGET = {**VARIANTS["qwen3"], "num_hidden_layers": LAYERS, "max_window_layers": LAYERS, "head_dim": 16}
+SPOKEN = 24  # so few tokens that each is followed by many others, and only the rows tell by which
+_SHAPE = {"num_hidden_layers": 9, "max_window_layers": 9, "head_dim": 16, "vocab_size": 320}
 
 
-def write_target(folder: Path, gain: float, seed: int = 0) -> Path:
-    """A random target whose layers say so much that its greedy text does not soon repeat itself."""
-    write_hf_checkpoint(folder, {**TARGET, "vocab_size": 320}, seed)
+def write_lively_target(folder: Path, seed: int = 0) -> Path:
+    """A random target of few words, whose layers weigh so much that its greedy text does not run in circles."""
+    write_hf_checkpoint(folder, {**VARIANTS["qwen3"], **_SHAPE}, seed)
     weights = load_file(folder / "model.safetensors")
-    louder = {
-        name: values * np.float32(gain) if ".layers." in name and values.ndim == 2 else values
-        for name, values in weights.items()
-    }
-    save_file(louder, folder / "model.safetensors", {"format": "pt"})
+    for name, values in weights.items():
+        if ".layers." in name and values.ndim == 2:
+            weights[name] = values * np.float32(3)
+    weights["lm_head.weight"][SPOKEN:] *= np.float32(0.1)
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
     return folder
 
 
 @dataclass(frozen=True)
 class Lesson:
-    """Texts of one length with what the target computes for them: ids [N,n], features [N,n,F], its two ends [V,H]."""
+    """Texts of one length and what the target has computed for them.
+
+    ids [N,n]; features [N,n,F]; embed, head [V,H]: the target's ends.
+    """
 
     ids: Tensor
     features: Tensor
@@ -42,21 +47,27 @@ class Lesson:
 
 
 def prepare_lesson(target: Path, texts: Sequence[Sequence[int]], taps: Sequence[int]) -> Lesson:
-    """Run the texts through transformers; taps are layers counted from 0, of which the output is taken."""
-    model, ids = reference_model(open_source(str(target))), torch.tensor([list(text) for text in texts])
-    with torch.no_grad():
+    """Run texts through transformers. taps: layers counted from 0, whose outputs are the features."""
+    model = reference_model(open_source(str(target)))
+    ids = torch.tensor([list(text) for text in texts])
+    with torch.no_grad(), one_thread():
         states = model(ids, output_hidden_states=True).hidden_states
-    features = torch.cat([states[tap + 1] for tap in taps], dim=-1)
-    ends = model.get_input_embeddings().weight, model.get_output_embeddings().weight
-    return Lesson(ids, features, *(end.detach() for end in ends))
+    features = torch.cat([states[tap + 1] for tap in taps], dim=-1)  # state 0 is the embedding
+    return Lesson(ids, features, model.model.embed_tokens.weight.detach(), model.lm_head.weight.detach())
 
 
-class Stack:
-    """The layer arithmetic of a Qwen3-like draft under the names of its checkpoint; rows [*,n,H]."""
+class Student:
+    """A draft in training, its tensors under the names of its checkpoint, and the arithmetic of its layers."""
 
     def __init__(self, config: Mapping[str, Any], tensors: Mapping[str, np.ndarray]) -> None:
         self.config = config
-        self.tensors = {name: torch.tensor(values, requires_grad=True) for name, values in tensors.items()}
+        self.tensors = {
+            name: torch.tensor(values.astype(np.float32), requires_grad=True) for name, values in tensors.items()
+        }
+
+    def saved(self) -> dict[str, np.ndarray]:
+        """The tensors as they are now, in the type that checkpoints are published in."""
+        return {name: value.detach().numpy().astype(ml_dtypes.bfloat16) for name, value in self.tensors.items()}
 
     def norm(self, x: Tensor, name: str) -> Tensor:
         scale = torch.rsqrt(x.square().mean(-1, keepdim=True) + self.config["rms_norm_eps"])
@@ -65,50 +76,125 @@ class Stack:
     def project(self, x: Tensor, name: str) -> Tensor:
         return linear(x, self.tensors[f"{name}.weight"])
 
-    def mlp(self, x: Tensor, name: str) -> Tensor:
-        return self.project(silu(self.project(x, f"{name}.gate_proj")) * self.project(x, f"{name}.up_proj"), f"{name}.down_proj")
+    def mlp(self, x: Tensor, layer: str) -> Tensor:
+        x = self.norm(x, f"{layer}.post_attention_layernorm")
+        gate, up = (self.project(x, f"{layer}.mlp.{part}_proj") for part in ("gate", "up"))
+        return self.project(silu(gate) * up, f"{layer}.mlp.down_proj")
 
-    def heads(self, x: Tensor, name: str, positions: Tensor | None) -> Tensor:
-        """[*,n,H] -> [*,heads,n,D], turned to their positions [*,1,n] where given."""
-        rows = self.project(x, f"{name}_proj").unflatten(-1, (-1, self.config["head_dim"])).transpose(-2, -3)
-        if positions is None:
-            return rows
-        norm = f"{name}_norm"
-        rows = self.norm(rows, norm) if f"{norm}.weight" in self.tensors else rows
-        half = self.config["head_dim"] // 2
-        angles = positions[..., None] * self.config["rope_theta"] ** (-torch.arange(half) / half)
-        left, right = rows.split(half, dim=-1)
-        cos, sin = angles.cos(), angles.sin()
-        return torch.cat([left * cos - right * sin, right * cos + left * sin], dim=-1)
+    def queries(self, x: Tensor, layer: str, positions: Tensor) -> Tensor:
+        return self._turned(x, f"{layer}.self_attn.q", positions)
 
-    def mix(self, q: Tensor, k: Tensor, v: Tensor, seen: Tensor, name: str) -> Tensor:
-        """Attention of q [*,heads,S,D] over k and v [*,kv,C,D], then the output projection: [*,S,H]."""
+    def keys(self, x: Tensor, layer: str, positions: Tensor) -> Tensor:
+        return self._turned(x, f"{layer}.self_attn.k", positions)
+
+    def values(self, x: Tensor, layer: str) -> Tensor:
+        """[*,n,H] -> [*,heads,n,D]."""
+        return self._split(x, f"{layer}.self_attn.v")
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, seen: Tensor, layer: str) -> Tensor:
+        """q [*,heads,S,D] over k and v [*,kv,C,D] where `seen` [*,S,C], then the output projection: [*,S,H]."""
         k, v = (part.repeat_interleave(q.shape[-3] // part.shape[-3], dim=-3) for part in (k, v))
         scores = (q @ k.transpose(-1, -2) * self.config["head_dim"] ** -0.5).masked_fill(~seen, -torch.inf)
-        return self.project((scores.softmax(-1) @ v).transpose(-2, -3).flatten(-2), f"{name}.o_proj")
+        mixed = (scores.softmax(-1) @ v).transpose(-2, -3).flatten(-2)
+        return self.project(mixed, f"{layer}.self_attn.o_proj")
+
+    def _split(self, x: Tensor, name: str) -> Tensor:
+        return self.project(x, f"{name}_proj").unflatten(-1, (-1, self.config["head_dim"])).transpose(-2, -3)
+
+    def _turned(self, x: Tensor, name: str, positions: Tensor) -> Tensor:
+        """[*,n,H] -> [*,heads,n,D], normed where there is a norm, rotated by halves to positions [*,n]."""
+        rows, half = self._split(x, name), self.config["head_dim"] // 2
+        if f"{name}_norm.weight" in self.tensors:
+            rows = self.norm(rows, f"{name}_norm")
+        angles = positions[..., None] * self.config["rope_theta"] ** (-torch.arange(half) / half)
+        (left, right), cos, sin = rows.split(half, dim=-1), angles.cos(), angles.sin()
+        return torch.cat([left * cos - right * sin, right * cos + left * sin], dim=-1)
 
 
-def dflash_loss(draft: Stack, lesson: Lesson, anchors: Tensor) -> Tensor:
-    """Of blocks behind the anchors [A] of every text: what the target wrote at positions 1.. of each block."""
-    size, mask = draft.config["block_size"], draft.config["dflash_config"]["mask_token_id"]
-    texts, length = lesson.ids.shape
+Loss = Callable[[Student, Lesson, torch.Generator], Tensor]
+
+
+def train(student: Student, lesson: Lesson, loss_of: Loss, steps: int, rate: float = 3e-3) -> None:
+    """So many steps of Adam on one thread, always the same ones."""
+    optimizer = torch.optim.Adam(student.tensors.values(), lr=rate)
+    dice = torch.Generator().manual_seed(steps)
+    with one_thread():
+        for _ in range(steps):
+            optimizer.zero_grad()
+            loss_of(student, lesson, dice).backward()
+            optimizer.step()
+
+
+def dflash_loss(student: Student, lesson: Lesson, dice: torch.Generator) -> Tensor:
+    """Blocks behind random anchors: rows 1.. are to say what the target wrote there. Scored by the target's head."""
+    size = student.config["block_size"]
+    count = lesson.ids.shape[1] - size
+    anchors = torch.randperm(count, generator=dice)[:16] + 1  # [A]
     places = anchors[:, None] + torch.arange(size)  # [A,S]
-    context = draft.norm(draft.project(lesson.features, "fc"), "hidden_norm")[:, None]  # [N,1,n,H]
-    block = lesson.ids[:, anchors, None].repeat(1, 1, size)
-    block[:, :, 1:] = mask
-    x = lesson.embed[block]  # [N,A,S,H]
-    before = (torch.arange(length) < anchors[:, None])[:, None, None].expand(-1, 1, size, -1)
-    seen = torch.cat([before, torch.ones(len(anchors), 1, size, size, dtype=torch.bool)], dim=-1)  # [A,1,S,n+S]
-    for index in range(draft.config["num_hidden_layers"]):
-        name = f"layers.{index}"
-        part, normed = f"{name}.self_attn", draft.norm(x, f"{name}.input_layernorm")
-        q = draft.heads(normed, f"{part}.q", places[:, None])
-        k, v = (
-            torch.cat([draft.heads(context, f"{part}.{letter}", here).expand(-1, len(anchors), -1, -1, -1),
-                       draft.heads(normed, f"{part}.{letter}", there)], dim=-2)
-            for letter, here, there in (("k", torch.arange(length), places[:, None]), ("v", None, None))
-        )
-        x = x + draft.mix(q, k, v, seen, part)
-        x = x + draft.mlp(draft.norm(x, f"{name}.post_attention_layernorm"), f"{name}.mlp")
-    logits = linear(draft.norm(x, "norm")[:, :, 1:], lesson.head)
+    hidden = _block_rows(student, lesson, places)
+    logits = linear(hidden[:, :, 1:], lesson.head)
     return cross_entropy(logits.flatten(0, 2), lesson.ids[:, places[:, 1:]].flatten())
+
+
+def _block_rows(student: Student, lesson: Lesson, places: Tensor) -> Tensor:
+    """Final hidden states [N,A,S,H] of the blocks at `places` [A,S], each behind the text before its anchor."""
+    (count, size), known = places.shape, torch.arange(lesson.ids.shape[1])
+    context = student.norm(student.project(lesson.features, "fc"), "hidden_norm")[:, None]  # [N,1,n,H]
+    block = lesson.ids[:, places].clone()  # [N,A,S]
+    block[:, :, 1:] = student.config["dflash_config"]["mask_token_id"]
+    x = lesson.embed[block]
+    before = (known < places[:, :1])[:, None, None].expand(-1, 1, size, -1)  # [A,1,S,n]
+    seen = torch.cat([before, torch.ones(count, 1, size, size, dtype=torch.bool)], dim=-1)
+    turns = places[:, None]  # [A,1,S]
+    for index in range(student.config["num_hidden_layers"]):
+        name = f"layers.{index}"
+        own = student.norm(x, f"{name}.input_layernorm")
+        k = _join(student.keys(context, name, known), student.keys(own, name, turns))
+        v = _join(student.values(context, name), student.values(own, name))
+        x = x + student.attend(student.queries(own, name, turns), k, v, seen, name)
+        x = x + student.mlp(x, name)
+    return student.norm(x, "norm")
+
+
+def _join(context: Tensor, block: Tensor) -> Tensor:
+    """The context [N,1,kv,n,D] before each block [N,A,kv,S,D]."""
+    return torch.cat([context.expand(-1, block.shape[1], -1, -1, -1), block], dim=-2)
+
+
+def eagle_loss(student: Student, lesson: Lesson, _dice: torch.Generator, depth: int = 2) -> Tensor:
+    """Chains of `depth` drafted tokens from every row; row i of the first step predicts token i + 2.
+
+    In step s row i reads the target's rows up to i - s and, in place of the others, what the chain put out.
+    """
+    tokens = torch.full((len(lesson.head),), -1)
+    tokens[student.config["ids"]] = torch.arange(len(student.config["ids"]))
+    embeds, wanted = lesson.embed[lesson.ids[:, 1:-1]], tokens[lesson.ids[:, 2:]]  # [N,n,H], [N,n]
+    fused = student.project(lesson.features[:, :-2], "fc")
+    rows = torch.arange(fused.shape[1])
+    apart = rows[:, None] - rows  # [n,n]
+    keys, values, losses = [], [], []
+    for step in range(depth):
+        own = torch.cat(
+            [student.norm(embeds, "midlayer.input_layernorm"), student.norm(fused, "midlayer.hidden_norm")], dim=-1
+        )
+        keys.append(student.keys(own, "midlayer", rows))
+        values.append(student.values(own, "midlayer"))
+        seen = torch.cat([apart >= step, *(apart == step - made for made in range(1, step + 1))], dim=-1)
+        query = student.queries(own, "midlayer", rows)
+        stream = fused + student.attend(query, torch.cat(keys, -2), torch.cat(values, -2), seen, "midlayer")
+        stream = stream + student.mlp(stream, "midlayer")
+        logits = student.project(student.norm(stream, "norm"), "lm_head")[:, step:]
+        losses.append(cross_entropy(logits.flatten(0, 1), wanted[:, step:].flatten()))
+        fused = stream.roll(1, dims=1)
+    return torch.stack(losses).mean()
+
+
+@contextmanager
+def one_thread():
+    """Torch with a single thread: tiny products are no faster with more."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

@@ -256,7 +256,7 @@ class _Stop(BaseException):
         (_Stop(), _Stop, None),
     ],
 )
-@pytest.mark.parametrize("where", ["_list_files", "build_graphs", "write_tokenizer"])
+@pytest.mark.parametrize("where", ["list_files", "build_graphs", "write_tokenizer"])
 def test_a_failed_export_leaves_nothing(
     source: Checkpoint,
     tmp_path: Path,

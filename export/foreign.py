@@ -1,0 +1,230 @@
+"""Wraps a folder of onnxruntime-genai as a bundle: its one graph is cut into embed, body and head, its weights kept."""
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from oxidize.runtime.contracts import BodyShape, GraphContract, body_contract, embed_contract, head_contract
+from oxidize.runtime.errors import CheckpointError, UnsupportedModelError
+from oxidize.runtime.manifest import (
+    MANIFEST_NAME,
+    SCHEMA_VERSION,
+    GraphEntry,
+    Manifest,
+    ModelFacts,
+    Provenance,
+    sha256_of,
+)
+
+from .build import WEIGHTS_NAME, Progress
+from .bundle import (
+    DraftSource,
+    check_drafts,
+    check_free,
+    check_space,
+    list_files,
+    move_into_place,
+    workspace,
+    write_draft,
+)
+from .config_hf import CONFIG_NAME as HF_CONFIG_NAME
+from .config_hf import read_json
+from .drafts.dflash_gguf import recognises_dflash_gguf
+from .drafts.dflash_hf import recognises_dflash
+from .drafts.dflash_speculators import recognises_dflash_speculators
+from .drafts.eagle_gguf import is_eagle_gguf
+from .drafts.eagle_hf import is_eagle_hf
+from .drafts.eagle_speculators import is_eagle_speculators
+from .drafts.mtp import split_mtp
+from .foreign_config import CONFIG_NAME, GenaiConfig, read_genai_config
+from .foreign_cuts import Cuts, find_cuts
+from .gguf_file import read_gguf
+from .onnx_surgery import Cut, SourceGraph
+from .source import TOKENIZER_NAMES, Checkpoint, locate, open_source
+from .store import TensorStore
+from .tokenizer import write_tokenizer
+
+_MINIMUM_ORT = "1.31"  # the oldest this project runs on
+NO_TAPS = (
+    "a wrapped ONNX graph gives no taps, the hidden states between its layers, which DFlash, EAGLE and MTP drafts "
+    "read; export the original checkpoint for those, or draft with n-grams or a draft model"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class OnnxFolder:
+    """An opened folder of onnxruntime-genai: config, graph (weights not read) and where to cut it."""
+
+    folder: Path
+    config: GenaiConfig
+    graph: SourceGraph
+    cuts: Cuts
+    kind: str = "onnx"
+    gguf_metadata: Mapping[str, Any] | None = None  # for write_tokenizer, which asks every source
+
+    @property
+    def name(self) -> str:
+        """The folder's own name."""
+        return self.folder.resolve().name
+
+    @property
+    def precision(self) -> str:
+        """In words, for people."""
+        bits = [int(op.numbers["bits"]) for op in self.graph.ops if op.kind.endswith("MatMulNBits")]
+        return f"int{min(bits)}" if bits else {"float32": "fp32", "float16": "fp16"}[self.cuts.dtype]
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        """Everything it consists of."""
+        graph = (self.graph.path, *self.graph.data_files())
+        others = (self.folder / name for name in (CONFIG_NAME, *TOKENIZER_NAMES))
+        return (*graph, *(path for path in others if path.is_file()))
+
+
+def is_onnx_folder(path: Path) -> bool:
+    """Whether a folder holds ONNX graphs rather than a checkpoint (whose weights are worth more) or a bundle."""
+    if not path.is_dir() or (path / MANIFEST_NAME).exists() or any(path.glob("*.safetensors")):
+        return False
+    return not any(path.glob("*.gguf")) and ((path / CONFIG_NAME).is_file() or any(path.glob("*.onnx")))
+
+
+def open_onnx_folder(folder: Path) -> OnnxFolder:
+    """Open a folder and find its cuts; what is missing is a CheckpointError, what is not understood is refused."""
+    if not (folder / CONFIG_NAME).is_file():
+        raise UnsupportedModelError(
+            f"{folder} has ONNX graphs but no {CONFIG_NAME}; only folders of onnxruntime-genai, with "
+            "GroupQueryAttention over a shared buffer, can be wrapped: build one with its model builder, or export "
+            "the checkpoint"
+        )
+    config = read_genai_config(folder)
+    graph = SourceGraph(folder / config.graph)
+    return OnnxFolder(folder, config, graph, find_cuts(graph, config))
+
+
+def wrap_onnx_folder(
+    source: OnnxFolder | Path,
+    out: Path,
+    force: bool = False,
+    context: int | None = None,
+    drafts: Sequence[DraftSource] = (),
+    progress: Progress | None = None,
+) -> Manifest:
+    """Write the bundle `out`, whole or not at all; `force` replaces a bundle that is there.
+
+    context: the most positions to allow, if fewer than the graph does. The bundle has the "ort" profile, for one slot,
+    and no taps.
+    """
+    source = open_onnx_folder(source) if isinstance(source, Path) else source
+    out = Path(os.path.realpath(out))  # a link to a bundle stays a link
+    check_free(out, force)
+    check_drafts(drafts)
+    check_space(out, sum(path.stat().st_size for path in source.files if path.is_file()))
+    with workspace(out) as folder:
+        manifest = _write(source, folder, context, drafts, progress)
+        move_into_place(folder, out)
+    return manifest
+
+
+def open_model_draft(source: str, offline: bool = False) -> Checkpoint:
+    """A draft that is a model of its own; one that would read the target's rows is a UsageError with the reason."""
+    path, _ = locate(source, offline)
+    if is_onnx_folder(path):
+        raise UnsupportedModelError(
+            f"{source} is an ONNX folder; wrap it as a bundle of its own and give that to `oxidize run --draft-model`"
+        )
+    if _reads_rows(path):
+        raise UnsupportedModelError(f"draft {source} does not fit: {NO_TAPS}")
+    model, _ = split_mtp(open_source(source, offline), wanted=False)
+    return model
+
+
+def _reads_rows(path: Path) -> bool:
+    if path.is_file():
+        file = read_gguf(path)
+        return recognises_dflash_gguf(file) or is_eagle_gguf(file.metadata)
+    if any(path.glob("medusa*")):
+        return True
+    raw = read_json(path / HF_CONFIG_NAME) if (path / HF_CONFIG_NAME).is_file() else {}
+    tests = (recognises_dflash_speculators, recognises_dflash, is_eagle_speculators, is_eagle_hf)
+    return "speculators_model_type" in raw or any(test(raw) for test in tests)
+
+
+def _write(
+    source: OnnxFolder, folder: Path, context: int | None, drafts: Sequence[DraftSource], progress: Progress | None
+) -> Manifest:
+    tokenizer = write_tokenizer(source, folder)
+    facts = _facts(source, tokenizer.token_count, context)
+    entries = tuple(write_draft(draft, folder, tokenizer.files.vocab_sha256, progress) for draft in drafts)
+    graphs = _write_graphs(source, folder)
+    provenance = Provenance(
+        f"oxidize-ort {metadata.version('oxidize-ort')}",
+        source.name,
+        None,
+        {path.relative_to(source.folder).as_posix(): sha256_of(path) for path in source.files},
+    )
+    manifest = Manifest(
+        SCHEMA_VERSION,
+        source.precision,
+        provenance,
+        facts,
+        tokenizer.files,
+        source.config.generation,
+        graphs,
+        list_files(folder),
+        entries,
+    )
+    (folder / MANIFEST_NAME).write_text(manifest.dumps(), encoding="utf-8")
+    return manifest
+
+
+def _write_graphs(source: OnnxFolder, folder: Path) -> tuple[GraphEntry, ...]:
+    config, cuts = source.config, source.cuts
+    shape = BodyShape(config.hidden_size, config.layers, config.kv_heads, config.head_dim, cuts.dtype)
+    parts: tuple[tuple[str, GraphContract, Cut], ...] = (
+        ("embed.onnx", embed_contract(config.hidden_size, cuts.dtype), cuts.embed),
+        ("body.ort.onnx", body_contract(shape, "ort"), cuts.body),
+        ("head.onnx", head_contract(config.hidden_size, config.vocab_size, cuts.dtype), cuts.head),
+    )
+    with TensorStore(folder / WEIGHTS_NAME) as store:
+        for file, contract, cut in parts:
+            source.graph.write_piece(contract, cut, store, folder / file)
+    return tuple(
+        GraphEntry(
+            contract.role,
+            "ort",
+            False,
+            file,
+            (WEIGHTS_NAME,),
+            source.graph.opset,
+            source.precision,
+            _MINIMUM_ORT,
+            contract,
+        )
+        for file, contract, _ in parts
+    )
+
+
+def _facts(source: OnnxFolder, token_count: int, context: int | None) -> ModelFacts:
+    config = source.config
+    if token_count > config.vocab_size:
+        raise CheckpointError(
+            f"the tokenizer knows {token_count} tokens and {CONFIG_NAME} says vocab_size {config.vocab_size}; "
+            "the tokenizer belongs to another model"
+        )
+    positions = source.cuts.positions
+    return ModelFacts(
+        architecture=config.architecture,
+        layers=config.layers,
+        hidden_size=config.hidden_size,
+        heads=config.heads,
+        kv_heads=config.kv_heads,
+        head_dim=config.head_dim,
+        vocab_size=config.vocab_size,
+        token_count=token_count,
+        max_positions=min(context or positions, positions),
+        sliding_window=source.cuts.window,
+        rope_theta=0.0,  # only the tables are there
+    )

@@ -1,0 +1,108 @@
+"""Drafts taught by a tiny target: accepted the more the more they learnt, and no more once something is read askew.
+
+The text is the plain one whatever the draft is worth.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+from school import DFLASH, EAGLE, MASK, Graduate, School, found_school, teach_dflash, teach_eagle
+
+from oxidize.runtime.drafters.chain import Chain
+from oxidize.runtime.drafters.heads import OwnHead
+from oxidize.runtime.drafters.passes import DraftPasses, PassShape
+from oxidize.runtime.drafters.reader import RowReader
+from oxidize.runtime.session import Tensor
+
+STAGES = (0, 40, 130)  # steps of training
+COLLAPSED = 0.45  # of the rate 1.0 that a draft has which knows the texts by heart
+
+
+@pytest.fixture(scope="module")
+def school(tmp_path_factory: pytest.TempPathFactory) -> School:
+    return found_school(tmp_path_factory.mktemp("school"))
+
+
+@pytest.fixture(scope="module")
+def dflash(school: School) -> Graduate:
+    return teach_dflash(school, STAGES)
+
+
+@pytest.fixture(scope="module")
+def eagle(school: School) -> Graduate:
+    return teach_eagle(school, STAGES)
+
+
+@pytest.mark.parametrize("name", ["dflash", "eagle"])
+def test_what_is_learnt_is_accepted(request: pytest.FixtureRequest, name: str) -> None:
+    graduate: Graduate = request.getfixturevalue(name)
+    untaught, halfway, taught = (graduate.acceptance(f"stage{stage}", stage) for stage in range(len(STAGES)))
+    assert untaught < 0.05  # the texts are made of two dozen tokens
+    assert halfway > untaught + 0.1
+    assert taught > halfway + 0.2
+    assert taught > 0.95
+
+
+@pytest.mark.parametrize("by", [1, -1])
+def test_dflash_taps_one_layer_off(dflash: Graduate, by: int) -> None:
+    own = DFLASH["dflash_config"]
+    taps = [tap + by for tap in own["target_layer_ids"]]
+    assert dflash.acceptance(f"taps{by}", config={"dflash_config": {**own, "target_layer_ids": taps}}) < COLLAPSED
+
+
+def test_dflash_another_mask(dflash: Graduate) -> None:
+    own = {**DFLASH["dflash_config"], "mask_token_id": MASK + 1}
+    assert dflash.acceptance("mask", config={"dflash_config": own}) < COLLAPSED
+
+
+@pytest.mark.parametrize(("name", "by"), [("position_ids", 1), ("position_ids", -1), ("context_positions", 1)])
+def test_dflash_positions_one_off(dflash: Graduate, monkeypatch: pytest.MonkeyPatch, name: str, by: int) -> None:
+    """Of the block against those of its context: rotary positions are relative, a shift of both changes nothing."""
+    place = DraftPasses._place
+
+    def shifted(self: DraftPasses, inputs: dict[str, Tensor], shape: PassShape) -> None:
+        place(self, inputs, shape)
+        inputs[name].write(inputs[name].read() + by)
+
+    monkeypatch.setattr(DraftPasses, "_place", shifted)
+    assert dflash.acceptance(f"{name}{by}") < COLLAPSED
+
+
+@pytest.mark.parametrize("by", [1, -1])
+def test_eagle_taps_one_layer_off(eagle: Graduate, by: int) -> None:
+    own = EAGLE["eagle_config"]
+    taps = [tap + by for tap in own["eagle_aux_hidden_state_layer_ids"]]
+    config = {"eagle_config": {**own, "eagle_aux_hidden_state_layer_ids": taps}}
+    assert eagle.acceptance(f"taps{by}", config=config) < COLLAPSED
+
+
+class _Unshifted:
+    """Gives committed rows the embedding of their own token, in place of the token that follows."""
+
+    def __init__(self, drafter: RowReader) -> None:
+        self._drafter, self._embedding = drafter, drafter._parts.embedding
+
+    def embed_tokens(self, ids: Sequence[int]) -> Tensor:
+        text, start = self._drafter._tokens, self._drafter._pending.position
+        committed = text[start + 1 : start + 1 + len(ids)] == ids
+        return self._embedding.embed_tokens(text[start : start + len(ids)] if committed else ids)
+
+
+def test_eagle_embeddings_not_shifted(eagle: Graduate) -> None:
+    def unshift(drafter: RowReader) -> None:
+        assert isinstance(drafter, Chain)
+        drafter._parts = replace(drafter._parts, embedding=_Unshifted(drafter))
+
+    assert eagle.acceptance("embeddings", damage=unshift) < COLLAPSED
+
+
+def test_eagle_target_ids_one_off(eagle: Graduate) -> None:
+    """The ids of the draft's vocabulary turned by one row."""
+
+    def turn(drafter: RowReader) -> None:
+        head = drafter._parts.head
+        assert isinstance(head, OwnHead)
+        head._ids = head._ids[[*range(1, len(head._ids)), 0]]
+
+    assert eagle.acceptance("ids", damage=turn) < 0.1
