@@ -28,7 +28,7 @@ _TOP = {
     "output_norm": "model.norm",
     "output": "lm_head",
 }
-_LAYER = {
+LAYER_NAMES = {
     "attn_norm": "input_layernorm",
     "attn_q": "self_attn.q_proj",
     "attn_k": "self_attn.k_proj",
@@ -42,7 +42,7 @@ _LAYER = {
     "ffn_down": "mlp.down_proj",
 }
 _GEMMA_LAYER = {
-    **_LAYER,
+    **LAYER_NAMES,
     "post_attention_norm": "post_attention_layernorm",
     "ffn_norm": "pre_feedforward_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
@@ -113,7 +113,7 @@ class GgufTensor:
 def map_tensors(file: GgufFile) -> dict[str, LazyTensor]:
     """The file's tensors by Hugging Face name. A name without a counterpart stays as it is, and so unread."""
     architecture = file.metadata.get("general.architecture")
-    layer_names = _GEMMA_LAYER if architecture == "gemma3" else _LAYER
+    layer_names = _GEMMA_LAYER if architecture == "gemma3" else LAYER_NAMES
     tensors: dict[str, LazyTensor] = {}
     for place in file.tensors:
         if place.name == ROPE_FACTORS:

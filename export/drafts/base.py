@@ -104,6 +104,31 @@ class DraftGraph:
     file: str
 
 
+def layer_shapes(model: ModelConfig, width: int | None = None, gated: bool = False) -> dict[str, tuple[int, ...]]:
+    """The tensors of one decoder layer and their shapes, by name inside the layer.
+
+    width: of what queries, keys and values are made of, where that is not the hidden size. gated: queries carry a gate.
+    """
+    hidden, inner = model.hidden_size, model.intermediate_size
+    wide, narrow = model.heads * model.head_dim, model.kv_heads * model.head_dim
+    width = width or hidden
+    matrices = {
+        "self_attn.q_proj": (2 * wide if gated else wide, width, model.attention_bias),
+        "self_attn.k_proj": (narrow, width, model.attention_bias),
+        "self_attn.v_proj": (narrow, width, model.attention_bias),
+        "self_attn.o_proj": (hidden, wide, model.output_bias),
+        "mlp.gate_proj": (inner, hidden, model.mlp_bias),
+        "mlp.up_proj": (inner, hidden, model.mlp_bias),
+        "mlp.down_proj": (hidden, inner, model.mlp_bias),
+    }
+    norms = {"input_layernorm": hidden, "post_attention_layernorm": hidden}
+    if model.qk_norm:
+        norms |= {"self_attn.q_norm": model.head_dim, "self_attn.k_norm": model.head_dim}
+    shapes: dict[str, tuple[int, ...]] = {f"{name}.weight": (size,) for name, size in norms.items()}
+    shapes |= {f"{name}.weight": (rows, columns) for name, (rows, columns, _) in matrices.items()}
+    return shapes | {f"{name}.bias": (rows,) for name, (rows, _, biased) in matrices.items() if biased}
+
+
 def write_draft_graphs(
     draft: DraftCheckpoint,
     graphs: Sequence[DraftGraph],

@@ -10,7 +10,7 @@ from oxidize.runtime.errors import CheckpointError, UnsupportedModelError, Usage
 
 from ..config import ModelConfig
 from ..weights import LazyTensor, TensorTable
-from .base import DraftCheckpoint, DraftConfig, PathSelection
+from .base import DraftCheckpoint, DraftConfig, PathSelection, layer_shapes
 
 Warn = Callable[[str], None]
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"  # of the draft's own, if it has them
@@ -130,7 +130,7 @@ def assemble(stated: Stated, opened: Opened, target: ModelConfig, forced: Warn |
 def tensor_shapes(config: DraftConfig) -> dict[str, tuple[int, ...]]:
     """Canonical name and shape of every tensor of the draft."""
     model = config.model
-    hidden, dim = model.hidden_size, model.head_dim
+    hidden = model.hidden_size
     shapes: dict[str, tuple[int, ...]] = {
         "fc.weight": (hidden, config.feature_size),
         "hidden_norm.weight": (hidden,),
@@ -142,12 +142,7 @@ def tensor_shapes(config: DraftConfig) -> dict[str, tuple[int, ...]]:
         shapes[HEAD] = (config.draft_vocab_size, hidden)
     for layer in range(model.layers):
         prefix = f"layers.{layer}"
-        shapes |= {f"{prefix}.{name}.weight": (hidden,) for name in ("input_layernorm", "post_attention_layernorm")}
-        shapes |= {f"{prefix}.self_attn.{part}_norm.weight": (dim,) for part in "qk"}
-        for name, (rows, columns, bias) in _matrices(model).items():
-            shapes[f"{prefix}.{name}.weight"] = (rows, columns)
-            if bias:
-                shapes[f"{prefix}.{name}.bias"] = (rows,)
+        shapes |= {f"{prefix}.{name}": shape for name, shape in layer_shapes(model).items()}
         if config.paths is not None:
             shapes |= {f"{prefix}.{name}": shape for name, shape in _convolutions(config.paths, hidden).items()}
     if config.paths is not None:
@@ -167,21 +162,6 @@ def _convolutions(paths: PathSelection, hidden: int) -> dict[str, tuple[int, ...
             (f"{part}.base_kernel.weight", (rows, hidden)),
             (f"{part}.kernel_projection.weight", (rows * groups, hidden)),
         )
-    }
-
-
-def _matrices(model: ModelConfig) -> dict[str, tuple[int, int, bool]]:
-    """Rows, columns and "has a bias" of the matrices of a layer."""
-    hidden, inner = model.hidden_size, model.intermediate_size
-    wide, narrow = model.heads * model.head_dim, model.kv_heads * model.head_dim
-    return {
-        "self_attn.q_proj": (wide, hidden, model.attention_bias),
-        "self_attn.k_proj": (narrow, hidden, model.attention_bias),
-        "self_attn.v_proj": (narrow, hidden, model.attention_bias),
-        "self_attn.o_proj": (hidden, wide, model.output_bias),
-        "mlp.gate_proj": (inner, hidden, model.mlp_bias),
-        "mlp.up_proj": (inner, hidden, model.mlp_bias),
-        "mlp.down_proj": (hidden, inner, model.mlp_bias),
     }
 
 

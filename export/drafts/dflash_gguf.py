@@ -12,7 +12,7 @@ from ..config_gguf import ONLY, layers_from_gguf
 from ..config_hf import FULL, SLIDING
 from ..config_keys import Keys
 from ..gguf_file import GgufFile, read_gguf
-from ..gguf_source import GgufTensor, read_integers, rope_factors
+from ..gguf_source import LAYER_NAMES, GgufTensor, read_integers, rope_factors
 from ..weights import LazyTensor
 from .base import DraftCheckpoint
 from .dflash_common import EMBEDDING, HEAD, Opened, Stated, Warn, assemble, refuse_foreign, with_layout
@@ -28,19 +28,6 @@ _TOP = {
     "output_norm": "norm",
     "token_embd": EMBEDDING.removesuffix(".weight"),
     "output": HEAD.removesuffix(".weight"),
-}
-_LAYER = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
 }
 # What changes the maths, with the one value that DFlash v1 has.
 _ONLY = {
@@ -113,8 +100,8 @@ def _canonical(name: str) -> str:
         return f"{_TOP[stem]}.{kind}"
     prefix, _, rest = stem.partition(".")
     number, _, part = rest.partition(".")
-    if prefix == "blk" and number.isdecimal() and part in _LAYER:
-        return f"layers.{number}.{_LAYER[part]}.{kind}"
+    if prefix == "blk" and number.isdecimal() and part in LAYER_NAMES:
+        return f"layers.{number}.{LAYER_NAMES[part]}.{kind}"
     return name
 
 

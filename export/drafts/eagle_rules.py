@@ -13,7 +13,7 @@ from oxidize.runtime.errors import CheckpointError, UnsupportedModelError, Usage
 
 from ..config import ModelConfig
 from ..weights import LazyTensor
-from .base import DraftConfig
+from .base import DraftConfig, layer_shapes
 
 INPUT, OUTPUT = "input", "output"  # how tap ids count: the stream that enters layer i, or the one that leaves it
 FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
@@ -139,27 +139,10 @@ def eagle_shapes(config: DraftConfig) -> dict[str, tuple[int, ...]]:
 
 
 def _layer_shapes(model: ModelConfig, first: bool) -> dict[str, tuple[int, ...]]:
-    hidden, inner = model.hidden_size, model.intermediate_size
-    width = 2 * hidden if first else hidden  # the first layer reads embedding and feature side by side
-    queries, keys = model.heads * model.head_dim, model.kv_heads * model.head_dim
-    matrices = {
-        "self_attn.q_proj": (queries, width),
-        "self_attn.k_proj": (keys, width),
-        "self_attn.v_proj": (keys, width),
-        "self_attn.o_proj": (hidden, queries),
-        "mlp.gate_proj": (inner, hidden),
-        "mlp.up_proj": (inner, hidden),
-        "mlp.down_proj": (hidden, inner),
-    }
-    biased = {"q_proj", "k_proj", "v_proj"} if model.attention_bias else set()
-    biased |= {"o_proj"} if model.output_bias else set()
-    biased |= {"gate_proj", "up_proj", "down_proj"} if model.mlp_bias else set()
-    norms = {"input_layernorm": hidden, "post_attention_layernorm": hidden}
-    norms |= {"hidden_norm": hidden} if first else {}
-    norms |= {"self_attn.q_norm": model.head_dim, "self_attn.k_norm": model.head_dim} if model.qk_norm else {}
-    shapes: dict[str, tuple[int, ...]] = {f"{name}.weight": shape for name, shape in matrices.items()}
-    shapes |= {f"{name}.bias": shape[:1] for name, shape in matrices.items() if name.split(".")[1] in biased}
-    return shapes | {f"{name}.weight": (size,) for name, size in norms.items()}
+    """The first layer reads embedding and feature side by side, and norms the feature."""
+    if not first:
+        return layer_shapes(model)
+    return layer_shapes(model, 2 * model.hidden_size) | {"hidden_norm.weight": (model.hidden_size,)}
 
 
 def _label(found: LazyTensor, name: str, where: str) -> str:

@@ -21,7 +21,7 @@ from oxidize.runtime.errors import CheckpointError, UnsupportedModelError
 from ..config import ModelConfig
 from ..config_hf import CONFIG_NAME, FULL, read_json
 from ..source import Checkpoint
-from .base import DraftCheckpoint, DraftConfig
+from .base import DraftCheckpoint, DraftConfig, layer_shapes
 from .views import TensorView
 
 EMBEDDING, HEAD, NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
@@ -233,25 +233,10 @@ def _head_model(target: ModelConfig, layout: _Layout, gated: bool) -> ModelConfi
 
 def _shapes(model: ModelConfig, gated: bool) -> dict[str, tuple[int, ...]]:
     """The tensors a head has to have, by canonical name."""
-    hidden, inner, wide = model.hidden_size, model.intermediate_size, model.heads * model.head_dim
-    narrow = model.kv_heads * model.head_dim
-    matrices = {
-        "self_attn.q_proj": (2 * wide if gated else wide, hidden, model.attention_bias),
-        "self_attn.k_proj": (narrow, hidden, model.attention_bias),
-        "self_attn.v_proj": (narrow, hidden, model.attention_bias),
-        "self_attn.o_proj": (hidden, wide, model.output_bias),
-        "mlp.gate_proj": (inner, hidden, model.mlp_bias),
-        "mlp.up_proj": (inner, hidden, model.mlp_bias),
-        "mlp.down_proj": (hidden, inner, model.mlp_bias),
-    }
-    vectors = {"input_layernorm": hidden, "post_attention_layernorm": hidden}
-    if model.qk_norm:
-        vectors |= {"self_attn.q_norm": model.head_dim, "self_attn.k_norm": model.head_dim}
+    hidden = model.hidden_size
     shapes: dict[str, tuple[int, ...]] = {"model.fc.weight": (hidden, 2 * hidden)}
     shapes |= {f"model.{name}.weight": (hidden,) for name in ("enorm", "hnorm", "norm")}
-    shapes |= {f"{_LAYER}{name}.weight": (size,) for name, size in vectors.items()}
-    shapes |= {f"{_LAYER}{name}.weight": (rows, columns) for name, (rows, columns, _) in matrices.items()}
-    return shapes | {f"{_LAYER}{name}.bias": (rows,) for name, (rows, _, biased) in matrices.items() if biased}
+    return shapes | {f"{_LAYER}{name}": shape for name, shape in layer_shapes(model, gated=gated).items()}
 
 
 def _check_tensors(

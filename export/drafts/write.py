@@ -1,6 +1,6 @@
 """Puts a draft that reads the target's rows into a bundle: graphs, weights, ids of its vocabulary, and its entry."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -11,23 +11,16 @@ from oxidize.runtime.manifest import DraftEntry, GraphEntry
 from ..plan import ExportPlan
 from ..tensors import Progress
 from .base import DraftCheckpoint, DraftConfig, DraftGraph, neural_facts, write_draft_graphs
+from .dflash_graph import dflash_graphs
+from .eagle_graph import eagle_graphs
+from .mtp_graph import mtp_graphs
 
 _D2T_NAME = "d2t.bin"
-
-
-def graphs_of(config: DraftConfig, dtype: str) -> Sequence[DraftGraph]:
-    """The graphs of a draft's family."""
-    if config.kind == "dflash":
-        from .dflash_graph import dflash_graphs
-
-        return dflash_graphs(config, dtype)
-    if config.kind == "eagle3":
-        from .eagle_graph import eagle_graphs
-
-        return eagle_graphs(config, dtype)
-    from .mtp_graph import mtp_graphs
-
-    return mtp_graphs(config, dtype)
+_GRAPHS: dict[str, Callable[[DraftConfig, str], Sequence[DraftGraph]]] = {
+    "dflash": dflash_graphs,
+    "eagle3": eagle_graphs,
+    "mtp": mtp_graphs,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +35,7 @@ class NeuralSource:
 def write_neural(source: NeuralSource, bundle: Path, folder: str, progress: Progress | None) -> DraftEntry:
     """Write the draft into the existing folder `bundle`/`folder` and return its manifest entry."""
     config, plan = source.draft.config, source.plan
-    graphs = graphs_of(config, plan.dtype)
+    graphs = _GRAPHS[config.kind](config, plan.dtype)
     entries = write_draft_graphs(source.draft, graphs, plan, bundle / folder, progress)
     d2t = None
     if source.draft.d2t is not None:
