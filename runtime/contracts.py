@@ -92,8 +92,10 @@ def body_contract(shape: BodyShape, profile: str, ragged: bool = False) -> Graph
 class DraftShape:
     """What the contracts of a draft that reads the target's rows depend on.
 
-    kind: "dflash", "eagle3" or "mtp". feature_size: width F of the target's rows it reads. draft_vocab_size: rows of
-    its own head; None where the target's head scores its hidden states. sliding: some layer attends to a window only.
+    kind: "dflash", "eagle3", "mtp" or "medusa". feature_size: width F of the target's rows it reads. vocab_size: width
+    V of the target's logits. draft_vocab_size: rows of its own head; None where the target's head scores its hidden
+    states. sliding: some layer attends to a window only. heads: of "medusa". choices: tokens K per row between which a
+    path is chosen; None without a "select" graph. confident: the "markov" graph says how likely a token is kept.
     """
 
     kind: str
@@ -102,8 +104,12 @@ class DraftShape:
     kv_heads: int
     head_dim: int
     feature_size: int
+    vocab_size: int
     draft_vocab_size: int | None = None
     sliding: bool = False
+    heads: int = 0
+    choices: int | None = None
+    confident: bool = False
     dtype: str = "float32"
 
 
@@ -117,7 +123,15 @@ def draft_contract(shape: DraftShape) -> GraphContract:
     `recycled`) beside the embeddings of the tokens that follow.
     Outputs `hidden` [1,S,H], to be scored by the target's head, or `logits` float32 [1,S,Vd] of the draft's own;
     "eagle3" and "mtp" also `recycled` [1,S,H].
+    "medusa" keeps nothing: `features` [1,1,F] of the row before the anchor -> `logits` [1,heads,V], of the tokens
+    behind the anchor, one row each.
     """
+    if shape.kind == "medusa":
+        return GraphContract(
+            "draft",
+            (TensorSpec("features", shape.dtype, ("B", 1, shape.feature_size)),),
+            (TensorSpec("logits", "float32", ("B", shape.heads, shape.vocab_size)),),
+        )
     block = ("B", "S", shape.hidden_size)
     if shape.kind == "dflash":
         inputs = (
@@ -144,6 +158,42 @@ def fuse_contract(shape: DraftShape) -> GraphContract:
         "fuse",
         (TensorSpec("features", shape.dtype, ("B", "T", shape.feature_size)),),
         (TensorSpec("fused", shape.dtype, ("B", "T", shape.hidden_size)),),
+    )
+
+
+def select_contract(shape: DraftShape) -> GraphContract:
+    """DFlash 2: hidden [N,H] and logits [N,V] of the rows that predict, anchor [1] -> tokens [N,K], scores [N,K,K].
+
+    scores[t,a,b] is of token b of row t after token a of the row before (row 0: after the anchor, the same for all a).
+    """
+    choices = shape.choices or 0
+    return GraphContract(
+        "select",
+        (
+            TensorSpec("hidden", shape.dtype, ("N", shape.hidden_size)),
+            TensorSpec("logits", "float32", ("N", shape.vocab_size)),
+            TensorSpec("anchor", "int64", (1,)),
+        ),
+        (
+            TensorSpec("tokens", "int64", ("N", choices)),
+            TensorSpec("scores", "float32", ("N", choices, choices)),
+        ),
+    )
+
+
+def markov_contract(shape: DraftShape) -> GraphContract:
+    """DSpark: hidden [1,H] of a row and the token before it [1] -> bias [1,V] to be added to the row's logits.
+
+    Where the draft is `confident` also confidence [1]: how likely the row's token is kept if those before it are.
+    """
+    vocabulary = shape.draft_vocab_size or shape.vocab_size
+    outputs = (TensorSpec("bias", "float32", (1, vocabulary)),)
+    if shape.confident:
+        outputs += (TensorSpec("confidence", "float32", (1,)),)
+    return GraphContract(
+        "markov",
+        (TensorSpec("hidden", shape.dtype, (1, shape.hidden_size)), TensorSpec("previous", "int64", (1,))),
+        outputs,
     )
 
 

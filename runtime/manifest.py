@@ -22,6 +22,8 @@ from .contracts import (
     embed_contract,
     fuse_contract,
     head_contract,
+    markov_contract,
+    select_contract,
 )
 from .errors import BundleError
 from .schema import decode, read_json
@@ -39,7 +41,7 @@ _COUNTS = (
     "max_positions",
 )
 _ACTIVATIONS = ("float32", "float16")
-NEURAL_KINDS = ("dflash", "eagle3", "mtp")
+NEURAL_KINDS = ("dflash", "eagle3", "mtp", "medusa")
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,10 +114,11 @@ class NeuralDraft:
 
     taps: the target layers it reads, 0-based "output of layer i"; () where it reads the final hidden states.
     tap_convention: how the checkpoint counted them, in words. block_size: tokens of a block, the anchor included
-    ("dflash"); 1 for drafts that go token by token. sample_from_anchor: row 0 of a block predicts too.
-    draft_vocab_size, d2t: rows of its own head, and the file (int64, little endian) with the target id of each; null
-    where the target's head, or the target's ids, are used. causal, sliding_causal: whether rows of a block see earlier
-    rows of it only, in full and in sliding layers.
+    ("dflash"), or the anchor and a token per head ("medusa"); 1 for drafts that go token by token. sample_from_anchor:
+    row 0 of a block predicts too. draft_vocab_size, d2t: rows of its own head, and the file (int64, little endian) with
+    the target id of each; null where the target's head, or the target's ids, are used. causal, sliding_causal: whether
+    rows of a block see earlier rows of it only, in full and in sliding layers. choices: tokens per row of the "select"
+    graph. layers, kv_heads and head_dim are 0 for "medusa", which keeps no KV.
     """
 
     layers: int
@@ -134,14 +137,16 @@ class NeuralDraft:
     sliding_window: int | None = None
     causal: bool = False
     sliding_causal: bool = True
+    choices: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class DraftEntry:
     """A draft shipped inside the bundle, in `folder`.
 
-    Kind "model": the folder is itself a bundle. Kinds "dflash", "eagle3" and "mtp": `neural` and `graphs` describe it;
-    roles "draft", for "eagle3" also "fuse", and "embed" where it has a table of its own.
+    Kind "model": the folder is itself a bundle. Kinds "dflash", "eagle3", "mtp" and "medusa": `neural` and `graphs`
+    describe it; roles "draft", for "eagle3" also "fuse", for "dflash" also "select" (DFlash 2) or "markov" (DSpark),
+    and "embed" where it has a table of its own.
     """
 
     name: str
@@ -321,45 +326,61 @@ def _check_draft(manifest: Manifest, draft: DraftEntry) -> None:
         raise BundleError(f"draft {brief(draft.name)} of kind {brief(draft.kind)} cannot be read; update oxidize")
     if neural is None:
         return
-    counts = (neural.layers, neural.kv_heads, neural.head_dim, neural.hidden_size, neural.feature_size)
-    counts += (neural.max_positions, neural.block_size)
+    cache = (neural.layers, neural.kv_heads, neural.head_dim)
+    counts = (neural.hidden_size, neural.feature_size, neural.max_positions, neural.block_size)
+    counts += cache if draft.kind != "medusa" else ()
     vocabulary = manifest.model.vocab_size
     good = all(1 <= count < 1 << 31 for count in counts)
+    good = good and (neural.choices is None or 1 <= neural.choices <= vocabulary)
     good = good and all(0 <= tap < manifest.model.layers for tap in neural.taps)
     good = good and (neural.mask_token_id is None or 0 <= neural.mask_token_id < vocabulary)
     if not good:
         raise BundleError(f"the facts of draft {brief(draft.name)} are out of range; export the bundle again")
     for graph in draft.graphs:
-        if graph.contract != _expected_draft_contract(draft.kind, neural, graph):
+        if graph.contract != _expected_draft_contract(draft.kind, neural, vocabulary, graph):
             raise BundleError(
                 f"the contract of graph {brief(graph.file)} is not that of a {brief(graph.role)} graph of draft "
                 f"{brief(draft.name)}; export the bundle again"
             )
 
 
-def _expected_draft_contract(kind: str, neural: NeuralDraft, graph: GraphEntry) -> GraphContract | None:
-    names = {spec.name for spec in graph.contract.inputs}
-    dtype = next(
-        (spec.dtype for spec in (*graph.contract.inputs, *graph.contract.outputs) if spec.dtype in _ACTIVATIONS), ""
-    )
-    if dtype not in _ACTIVATIONS or (graph.role == "draft" and len(names) < neural.layers):
+_DRAFT_CONTRACTS = {
+    "draft": draft_contract,
+    "fuse": fuse_contract,
+    "select": select_contract,
+    "markov": markov_contract,
+}
+
+
+def _expected_draft_contract(
+    kind: str, neural: NeuralDraft, vocabulary: int, graph: GraphEntry
+) -> GraphContract | None:
+    inputs = {spec.name: spec for spec in graph.contract.inputs}
+    outputs = {spec.name for spec in graph.contract.outputs}
+    specs = (*graph.contract.inputs, *graph.contract.outputs)
+    dtype = next((spec.dtype for spec in specs if spec.dtype in _ACTIVATIONS), "")
+    if not dtype or (graph.role == "draft" and len(inputs) < neural.layers):
         return None
     if graph.role == "embed":
         return embed_contract(neural.hidden_size, dtype)
+    if graph.role not in _DRAFT_CONTRACTS or (graph.role == "select") > (neural.choices is not None):
+        return None
     shape = DraftShape(
-        kind,
-        neural.hidden_size,
-        neural.layers,
-        neural.kv_heads,
-        neural.head_dim,
-        neural.feature_size,
-        neural.draft_vocab_size,
-        "attn_mask_sliding" in names,
-        dtype,
+        kind=kind,
+        hidden_size=neural.hidden_size,
+        layers=neural.layers,
+        kv_heads=neural.kv_heads,
+        head_dim=neural.head_dim,
+        feature_size=neural.feature_size,
+        vocab_size=vocabulary,
+        draft_vocab_size=neural.draft_vocab_size,
+        sliding="attn_mask_sliding" in inputs,
+        heads=neural.block_size - 1,
+        choices=neural.choices,
+        confident="confidence" in outputs,
+        dtype=dtype,
     )
-    return (
-        {"draft": draft_contract, "fuse": fuse_contract}[graph.role](shape) if graph.role in ("draft", "fuse") else None
-    )
+    return _DRAFT_CONTRACTS[graph.role](shape)
 
 
 def _activations(graph: GraphEntry) -> str:

@@ -16,6 +16,7 @@ from onnx import helper, numpy_helper
 
 from oxidize.runtime.cache import CacheShape
 from oxidize.runtime.contracts import DraftShape, GraphContract, draft_contract, embed_contract, fuse_contract
+from oxidize.runtime.drafters.blocks import RowByRow
 from oxidize.runtime.drafters.chain import Chain, Fuse
 from oxidize.runtime.drafters.dflash import BlockPlan, DFlash
 from oxidize.runtime.drafters.heads import OwnEmbedding, OwnHead, TargetHead
@@ -59,7 +60,7 @@ class Toy:
 
     def shape(self) -> DraftShape:
         vocabulary = len(self.ids) if self.ids is not None else None
-        return DraftShape(self.kind, HIDDEN, 2, 1, HIDDEN, self.width, vocabulary, sliding=True)
+        return DraftShape(self.kind, HIDDEN, 2, 1, HIDDEN, self.width, self.vocabulary, vocabulary, sliding=True)
 
     # numpy, from scratch
 
@@ -251,7 +252,8 @@ def open_toy(toy: Toy, target: ToyTarget, folder: Path) -> RowReader:
         max_positions=toy.limit,
     )
     if toy.kind == "dflash":
-        return DFlash(parts, BlockPlan(toy.block, toy.mask, 0 if toy.from_anchor else 1), HIDDEN)
+        plan = BlockPlan(toy.block, toy.mask, 0 if toy.from_anchor else 1)
+        return DFlash(parts, plan, RowByRow(parts.head), HIDDEN)
     return Chain(parts, Fuse(sessions["fuse"]) if toy.kind == "eagle3" else None)
 
 

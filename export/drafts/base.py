@@ -77,8 +77,11 @@ class DraftConfig:
             kv_heads=model.kv_heads,
             head_dim=model.head_dim,
             feature_size=self.feature_size,
+            vocab_size=model.vocab_size,
             draft_vocab_size=self.draft_vocab_size,
             sliding=any(model.is_sliding(layer) for layer in range(model.layers)),
+            heads=self.block_size - 1,
+            choices=self.paths.top_k if self.paths is not None else None,
             dtype=dtype,
         )
 
@@ -189,4 +192,5 @@ def neural_facts(config: DraftConfig, plan: ExportPlan, d2t: str | None) -> Neur
         sliding_window=model.sliding_window if sliding else None,
         causal=any(config.layer_causal[layer] for layer in full) if config.layer_causal else True,
         sliding_causal=any(config.layer_causal[layer] for layer in sliding) if config.layer_causal else True,
+        choices=config.paths.top_k if config.paths is not None else None,
     )

@@ -4,8 +4,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from oxidize.runtime.contracts import GraphContract, TensorSpec
-
 from ..layers import Scope, linear
 from ..tensors import Projection
 from .base import DraftConfig, PathSelection
@@ -52,28 +50,6 @@ def convolve(scope: Scope, convolution: Convolution, side: int, x: str) -> str:
         total = term if total is None else scope.graph.op("Add", [total, term], f"{name}.sum{tap}")
     assert total is not None
     return total
-
-
-def select_contract(config: DraftConfig, dtype: str) -> GraphContract:
-    """hidden [N,H] and logits [N,V] of the rows that predict, anchor [1] -> tokens [N,K], scores [N,K,K].
-
-    scores[t,a,b] is of token b of row t after token a of the row before (row 0: after the anchor, the same for all
-    a). A path takes the best, or samples, row by row.
-    """
-    paths, model = config.paths, config.model
-    assert paths is not None
-    return GraphContract(
-        "select",
-        (
-            TensorSpec("hidden", dtype, ("N", model.hidden_size)),
-            TensorSpec("logits", "float32", ("N", model.vocab_size)),
-            TensorSpec("anchor", "int64", (1,)),
-        ),
-        (
-            TensorSpec("tokens", "int64", ("N", paths.top_k)),
-            TensorSpec("scores", "float32", ("N", paths.top_k, paths.top_k)),
-        ),
-    )
 
 
 def select_graph(config: DraftConfig, scope: Scope) -> None:

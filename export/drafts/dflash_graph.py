@@ -9,14 +9,14 @@ from functools import partial
 
 import numpy as np
 
-from oxidize.runtime.contracts import draft_contract, embed_contract
+from oxidize.runtime.contracts import draft_contract, embed_contract, select_contract
 
 from ..layers import Scope, Stream, gated_mlp, linear, residual_norm, rms_norm
 from ..profiles import Attention
 from ..roles import embed_graph
 from ..tensors import Projection
 from .base import DraftConfig, DraftGraph
-from .dflash2_graph import convolve, prepare_convolution, select_contract, select_graph
+from .dflash2_graph import convolve, prepare_convolution, select_graph
 
 
 def dflash_graphs(config: DraftConfig, dtype: str) -> tuple[DraftGraph, ...]:
@@ -24,11 +24,12 @@ def dflash_graphs(config: DraftConfig, dtype: str) -> tuple[DraftGraph, ...]:
 
     dtype: of activations.
     """
-    graphs = [DraftGraph(draft_contract(config.shape(dtype)), partial(_draft_graph, config), "draft.onnx")]
+    shape = config.shape(dtype)
+    graphs = [DraftGraph(draft_contract(shape), partial(_draft_graph, config), "draft.onnx")]
     if config.own_embedding:
         graphs.append(DraftGraph(embed_contract(config.model.hidden_size, dtype), embed_graph, "embed.onnx"))
     if config.paths is not None:
-        graphs.append(DraftGraph(select_contract(config, dtype), partial(select_graph, config), "select.onnx"))
+        graphs.append(DraftGraph(select_contract(shape), partial(select_graph, config), "select.onnx"))
     return tuple(graphs)
 
 

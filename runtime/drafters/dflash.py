@@ -10,6 +10,7 @@ from ..errors import BundleError
 from ..manifest import NeuralDraft
 from ..session import Tensor
 from .base import DraftContext, Proposal
+from .blocks import Block, BlockReader
 from .passes import BoundPass, PassShape, Span
 from .reader import DraftParts, RowReader
 
@@ -42,10 +43,15 @@ def block_plan(name: str, neural: NeuralDraft) -> BlockPlan:
 class DFlash(RowReader):
     """Proposes up to a block of tokens in one pass. The block is always whole, as it was in training."""
 
-    def __init__(self, parts: DraftParts, plan: BlockPlan, hidden_size: int) -> None:
+    def __init__(self, parts: DraftParts, plan: BlockPlan, reader: BlockReader, hidden_size: int) -> None:
         super().__init__(parts)
-        self.plan = plan
+        self.plan, self._reader = plan, reader
         self._nothing = Tensor((1, 1, hidden_size), self._passes.dtype, self._passes.device)
+
+    @property
+    def ort_ns(self) -> int:
+        """Nanoseconds in the draft's own sessions so far; the target's embed and head count with the target."""
+        return super().ort_ns + self._reader.ort_ns
 
     def propose(self, committed: Sequence[int], k: int, context: DraftContext) -> Proposal:
         """Up to `plan.most` tokens; none where the block does not fit the draft's positions."""
@@ -56,11 +62,7 @@ class DFlash(RowReader):
         if rows == 0:
             return Proposal()
         block = self._fill_in(rows, committed[-1])
-        head, tokens, laws = self._parts.head, [], []
-        for logits in head.logits(block.outputs, self.plan.first, k):
-            laws.append(head.law(logits, tokens, context))
-            tokens.append(context.draw(laws[-1], len(committed) + len(tokens)))
-        return Proposal(tuple(tokens), tuple(laws))
+        return self._reader.propose(Block(block.outputs, self.plan.first, k), committed, context)
 
     def _fill_in(self, rows: int, anchor: int) -> BoundPass:
         """Read the pending rows and run the block behind them; only the rows stay in the cache."""

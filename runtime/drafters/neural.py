@@ -13,6 +13,7 @@ from ..rows import PassRows
 from ..session import GraphSession, RuntimeOptions, check_version
 from ..target import Target
 from .base import Drafter
+from .blocks import RowByRow
 from .chain import Chain, Fuse
 from .dflash import DFlash, block_plan
 from .heads import OwnEmbedding, OwnHead, TargetHead
@@ -48,7 +49,7 @@ def open_neural(bundle: Bundle, entry: DraftEntry, target: Target, options: Runt
         max_positions=neural.max_positions,
     )
     if entry.kind == "dflash":
-        return DFlash(parts, block_plan(entry.name, neural), neural.hidden_size)
+        return DFlash(parts, block_plan(entry.name, neural), RowByRow(parts.head), neural.hidden_size)
     return Chain(parts, Fuse(sessions["fuse"]) if "fuse" in sessions else None)
 
 
