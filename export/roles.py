@@ -14,7 +14,7 @@ def embed_graph(scope: Scope) -> None:
     graph, config = scope.graph, scope.config
     ids = graph.input("input_ids")
     if scope.plan.precision == "int4":
-        rows = scope.profile.gather_blocks(graph, ids, _blocks(scope, EMBEDDING), "embed_tokens")
+        rows = scope.profile.gather_blocks(graph, ids, _blocks(scope, EMBEDDING, config.vocab_size), "embed_tokens")
     else:
         table = scope.tensors.table(EMBEDDING, config.vocab_size, config.hidden_size)
         rows = graph.op("Gather", [graph.stored("embed_tokens.weight", table), ids], "embed_tokens", {"axis": 0})
@@ -25,15 +25,19 @@ def embed_graph(scope: Scope) -> None:
 
 
 def head_graph(scope: Scope) -> None:
-    """hidden, rows -> logits: the wanted rows times the head's weights, as float32."""
-    graph, config = scope.graph, scope.config
-    name = EMBEDDING if config.tie_word_embeddings else "lm_head"
-    rows = graph.op("Gather", [graph.input("hidden"), graph.input("rows")], "rows_wanted", {"axis": 0})
+    """hidden, rows -> logits, see `score_rows`; the weights are the embedding's where the model ties them."""
+    score_rows(scope, EMBEDDING if scope.config.tie_word_embeddings else "lm_head", scope.config.vocab_size)
+
+
+def score_rows(scope: Scope, name: str, rows: int) -> None:
+    """hidden, rows -> logits: the wanted rows times the table `name` [rows,H], as float32."""
+    graph, hidden = scope.graph, scope.config.hidden_size
+    wanted = graph.op("Gather", [graph.input("hidden"), graph.input("rows")], "rows_wanted", {"axis": 0})
     if scope.plan.precision == "int4":
-        logits = scope.profile.matmul_blocks(graph, rows, _blocks(scope, name), None, "lm_head")
+        logits = scope.profile.matmul_blocks(graph, wanted, _blocks(scope, name, rows), None, "lm_head")
     else:
-        weight = graph.stored("lm_head.weight", scope.tensors.table(name, config.vocab_size, config.hidden_size))
-        logits = graph.op("Gemm", [rows, weight], "lm_head", {"transB": 1})
+        weight = graph.stored("lm_head.weight", scope.tensors.table(name, rows, hidden))
+        logits = graph.op("Gemm", [wanted, weight], "lm_head", {"transB": 1})
     if scope.plan.dtype != "float32":
         logits = graph.op("Cast", [logits], "lm_head.float32", {"to": graph.element_type("float32")})
     graph.output("logits", logits)
@@ -55,7 +59,6 @@ def body_graph(scope: Scope) -> None:
         graph.output("taps", graph.op("Concat", [outputs[tap] for tap in scope.plan.taps], "taps", {"axis": -1}))
 
 
-def _blocks(scope: Scope, name: str) -> StoredBlocks:
-    config = scope.config
-    projection = Projection("table", name, (name,), (config.vocab_size,), config.hidden_size)
+def _blocks(scope: Scope, name: str, rows: int) -> StoredBlocks:
+    projection = Projection("table", name, (name,), (rows,), scope.config.hidden_size)
     return scope.tensors.blocks(projection, scope.plan.head_bits)

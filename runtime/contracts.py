@@ -121,8 +121,8 @@ def draft_contract(shape: DraftShape) -> GraphContract:
     values are stale afterwards.
     "eagle3", "mtp": `fused` [1,S,H] (what `fuse_contract` gives, the target's hidden states, or this graph's own
     `recycled`) beside the embeddings of the tokens that follow.
-    Outputs `hidden` [1,S,H], to be scored by the target's head, or `logits` float32 [1,S,Vd] of the draft's own;
-    "eagle3" and "mtp" also `recycled` [1,S,H].
+    Outputs `hidden` [1,S,H], to be scored by a head, the target's or the draft's own; "eagle3" and "mtp" also
+    `recycled` [1,S,H].
     "medusa" keeps nothing: `features` [1,1,F] of the row before the anchor -> `logits` [1,heads,V], of the tokens
     behind the anchor, one row each.
     """
@@ -143,10 +143,7 @@ def draft_contract(shape: DraftShape) -> GraphContract:
     else:
         inputs = (TensorSpec("fused", shape.dtype, block), TensorSpec("inputs_embeds", shape.dtype, block))
         outputs = (TensorSpec("recycled", shape.dtype, block),)
-    if shape.draft_vocab_size is None:
-        outputs += (TensorSpec("hidden", shape.dtype, block),)
-    else:
-        outputs += (TensorSpec("logits", "float32", ("B", "S", shape.draft_vocab_size)),)
+    outputs += (TensorSpec("hidden", shape.dtype, block),)
     cache = [("B", shape.kv_heads, "C", shape.head_dim)] * shape.layers
     inputs += (*_std_positions(shape.sliding), *_kv("past_key_values", shape.dtype, cache))
     return GraphContract("draft", inputs, (*outputs, *_kv("present", shape.dtype, cache)))

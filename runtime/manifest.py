@@ -146,7 +146,7 @@ class DraftEntry:
 
     Kind "model": the folder is itself a bundle. Kinds "dflash", "eagle3", "mtp" and "medusa": `neural` and `graphs`
     describe it; roles "draft", for "eagle3" also "fuse", for "dflash" also "select" (DFlash 2) or "markov" (DSpark),
-    and "embed" where it has a table of its own.
+    "embed" and "head" where it has its own.
     """
 
     name: str
@@ -363,6 +363,8 @@ def _expected_draft_contract(
         return None
     if graph.role == "embed":
         return embed_contract(neural.hidden_size, dtype)
+    if graph.role == "head":
+        return head_contract(neural.hidden_size, neural.draft_vocab_size or 0, dtype)
     if graph.role not in _DRAFT_CONTRACTS or (graph.role == "select") > (neural.choices is not None):
         return None
     shape = DraftShape(

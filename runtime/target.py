@@ -8,7 +8,7 @@ import numpy as np
 from .bundle import Bundle
 from .cache import CacheShape, KVCache
 from .contracts import TensorSpec
-from .ends import Ends
+from .ends import Embedder, Scorer
 from .errors import BundleError, UsageError
 from .manifest import GraphEntry
 from .memory import collapse_in_background
@@ -79,7 +79,8 @@ class Target:
         self._passes: dict[_Layout, _Pass] = {}
         self._generation = -1
         self._tokens: list[list[int]] = [[] for _ in range(slots)]
-        self._ends = Ends(self.sessions["embed"], self.sessions["head"], self.token_count)
+        self._embedder = Embedder(self.sessions["embed"])
+        self._scorer = Scorer(self.sessions["head"], self.token_count)
         self._spans: list[tuple[int, int]] = []  # rows of each request of the last pass, over all slots
         self.passes = 0
         if self.device.is_cpu:
@@ -118,12 +119,12 @@ class Target:
         return PassRows(found["hidden"], found.get("taps"))
 
     def embed_tokens(self, ids: Sequence[int]) -> Tensor:
-        """For drafts, see `Ends`."""
-        return self._ends.embed_tokens(ids)
+        """For drafts, see `Embedder`."""
+        return self._embedder.embed_tokens(ids)
 
     def score(self, hidden: Tensor, count: int, first: int = 0) -> np.ndarray:
-        """For drafts, see `Ends`."""
-        return self._ends.score(hidden, count, first)
+        """For drafts, see `Scorer`."""
+        return self._scorer.score(hidden, count, first)
 
     def held(self, slot: int) -> list[int]:
         """The tokens behind what the slot's cache holds, whoever put them there."""

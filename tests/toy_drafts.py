@@ -15,15 +15,23 @@ from fakes import FakeTarget
 from onnx import helper, numpy_helper
 
 from oxidize.runtime.cache import CacheShape
-from oxidize.runtime.contracts import DraftShape, GraphContract, draft_contract, embed_contract, fuse_contract
+from oxidize.runtime.contracts import (
+    DraftShape,
+    GraphContract,
+    draft_contract,
+    embed_contract,
+    fuse_contract,
+    head_contract,
+)
 from oxidize.runtime.drafters.blocks import RowByRow
 from oxidize.runtime.drafters.chain import Chain, Fuse
 from oxidize.runtime.drafters.dflash import BlockPlan, DFlash
-from oxidize.runtime.drafters.heads import OwnEmbedding, OwnHead, TargetHead
+from oxidize.runtime.drafters.heads import OwnHead, TargetHead
 from oxidize.runtime.drafters.neural import row_picker
 from oxidize.runtime.drafters.passes import DraftPasses, MaskRule
 from oxidize.runtime.drafters.pending import PendingRows
 from oxidize.runtime.drafters.reader import DraftParts, RowReader
+from oxidize.runtime.ends import Embedder, Scorer
 from oxidize.runtime.rows import PassRows, Rows
 from oxidize.runtime.session import Device, GraphSession, RuntimeOptions, Tensor
 
@@ -112,7 +120,7 @@ class Toy:
         return weight / weight.sum(1, keepdims=True) @ v
 
     def _finish(self, x: np.ndarray) -> np.ndarray:
-        return np.tanh(x) if self.ids is None else np.tanh(x) @ self.weights()["head"]
+        return np.tanh(x) if self.ids is None else np.tanh(x) @ self.weights()["head"].T
 
     # ONNX
 
@@ -123,6 +131,8 @@ class Toy:
             contracts["fuse"] = fuse_contract(self.shape())
         if self.own_embedding:
             contracts["embed"] = embed_contract(HIDDEN)
+        if self.ids is not None:
+            contracts["head"] = head_contract(HIDDEN, len(self.ids))
         sessions = {}
         for role, contract in contracts.items():
             path = folder / f"{role}.onnx"
@@ -135,6 +145,10 @@ class Toy:
 
     def _embed_nodes(self) -> list[onnx.NodeProto]:
         return [helper.make_node("Gather", ["embed", "input_ids"], ["inputs_embeds"])]
+
+    def _head_nodes(self) -> list[onnx.NodeProto]:
+        wanted = helper.make_node("Gather", ["hidden", "rows"], ["wanted"])
+        return [wanted, helper.make_node("Gemm", ["wanted", "head"], ["logits"], transB=1)]
 
     def _draft_nodes(self) -> list[onnx.NodeProto]:
         nodes = []
@@ -168,9 +182,7 @@ class Toy:
             x = op("Add", [x, op("Squeeze", [mixed, "one"], f"mixed{layer}.flat")], f"x{layer}")
         if self.kind != "dflash":
             op("Identity", [x], "recycled")
-        bounded = op("Tanh", [x], "hidden" if self.ids is None else "bounded")
-        if self.ids is not None:
-            op("MatMul", [bounded, "head"], "logits")
+        op("Tanh", [x], "hidden")
         return nodes
 
 
@@ -179,7 +191,7 @@ def _weights(toy: Toy) -> dict[str, np.ndarray]:
     random = np.random.default_rng(5)
     sizes = {"read": (toy.width if toy.kind == "dflash" else HIDDEN, HIDDEN), "token": (HIDDEN, HIDDEN)}
     sizes |= {f"{part}{layer}": (HIDDEN, HIDDEN) for layer in range(2) for part in "qkv"}
-    sizes |= {"fuse": (toy.width, HIDDEN), "head": (HIDDEN, len(toy.ids or ()))}
+    sizes |= {"fuse": (toy.width, HIDDEN), "head": (len(toy.ids or ()), HIDDEN)}
     sizes |= {"embed": (toy.vocabulary, HIDDEN), "frequencies": (HIDDEN,)}
     made = {name: random.normal(0, 0.6, size).astype(np.float32) for name, size in sizes.items()}
     places = np.sin(np.arange(toy.limit)[:, None] * made.pop("frequencies"))
@@ -247,14 +259,18 @@ def open_toy(toy: Toy, target: ToyTarget, folder: Path) -> RowReader:
         passes=DraftPasses(sessions, CacheShape(2, 1, HIDDEN), toy.rule, toy.limit),
         pending=PendingRows(toy.width, "float32"),
         pick=row_picker(toy.taps, target.taps),
-        embedding=OwnEmbedding(sessions["embed"]) if toy.own_embedding else target,
-        head=TargetHead(target) if toy.ids is None else OwnHead(np.array(toy.ids), target.token_count),
+        embedding=Embedder(sessions["embed"]) if toy.own_embedding else target,
+        head=TargetHead(target) if toy.ids is None else _own_head(toy.ids, sessions["head"], target),
         max_positions=toy.limit,
     )
     if toy.kind == "dflash":
         plan = BlockPlan(toy.block, toy.mask, 0 if toy.from_anchor else 1)
         return DFlash(parts, plan, RowByRow(parts.head), HIDDEN)
     return Chain(parts, Fuse(sessions["fuse"]) if toy.kind == "eagle3" else None)
+
+
+def _own_head(ids: Sequence[int], session: GraphSession, target: ToyTarget) -> OwnHead:
+    return OwnHead(Scorer(session, len(ids)), np.array(ids), target.token_count)
 
 
 class Naive:

@@ -9,32 +9,30 @@ from functools import partial
 
 import numpy as np
 
-from oxidize.runtime.contracts import draft_contract, embed_contract, select_contract
+from oxidize.runtime.contracts import draft_contract, select_contract
 
 from ..layers import Scope, Stream, gated_mlp, linear, residual_norm, rms_norm
 from ..profiles import Attention
-from ..roles import embed_graph
 from ..tensors import Projection
 from .base import DraftConfig, DraftGraph
 from .dflash2_graph import convolve, prepare_convolution, select_graph
+from .ends import own_ends
 
 
 def dflash_graphs(config: DraftConfig, dtype: str) -> tuple[DraftGraph, ...]:
-    """The graphs of a DFlash draft: "draft"; "embed" where it has a table of its own, "select" in DFlash 2.
+    """The graphs of a DFlash draft: "draft"; "embed" and "head" where it has its own, "select" in DFlash 2.
 
     dtype: of activations.
     """
     shape = config.shape(dtype)
-    graphs = [DraftGraph(draft_contract(shape), partial(_draft_graph, config), "draft.onnx")]
-    if config.own_embedding:
-        graphs.append(DraftGraph(embed_contract(config.model.hidden_size, dtype), embed_graph, "embed.onnx"))
+    graphs = [DraftGraph(draft_contract(shape), partial(_draft_graph, config), "draft.onnx"), *own_ends(config, dtype)]
     if config.paths is not None:
         graphs.append(DraftGraph(select_contract(shape), partial(select_graph, config), "select.onnx"))
     return tuple(graphs)
 
 
 def _draft_graph(config: DraftConfig, scope: Scope) -> None:
-    """features, inputs_embeds -> hidden, or logits of the draft's own head."""
+    """features, inputs_embeds -> hidden."""
     graph = scope.graph
     context = _context(scope, config.feature_size)  # [1,T,H]
     places = [graph.input(name) for name in ("context_positions", "position_ids")]
@@ -49,10 +47,7 @@ def _draft_graph(config: DraftConfig, scope: Scope) -> None:
         feed = partial(gated_mlp, scope, prefix=f"{name}.mlp")
         stream = Stream(residual, _around(scope, config, f"{name}.mlp_conv", feed, x))
     hidden, _ = residual_norm(scope, stream, "norm")
-    if config.draft_vocab_size is None:
-        graph.output("hidden", hidden)
-    else:
-        graph.output("logits", _own_head(scope, hidden, config.draft_vocab_size))
+    graph.output("hidden", hidden)
 
 
 def _context(scope: Scope, feature_size: int) -> str:
@@ -154,17 +149,6 @@ def _written(scope: Scope, rows: str, cache: str) -> str:
     written = graph.op("TensorScatter", inputs, f"cache.{cache}", {"axis": 2})
     graph.output(f"present.{cache}", written)
     return written
-
-
-def _own_head(scope: Scope, hidden: str, rows: int) -> str:
-    """hidden [1,S,H] -> logits float32 [1,S,Vd]."""
-    graph, head = scope.graph, Projection("table", "lm_head", ("lm_head",), (rows,), scope.config.hidden_size)
-    if scope.plan.precision == "int4":
-        blocks = scope.tensors.blocks(head, scope.plan.head_bits)
-        logits = scope.profile.matmul_blocks(graph, hidden, blocks, None, "lm_head")
-    else:
-        logits = linear(scope, hidden, head)
-    return logits if scope.plan.dtype == "float32" else _float32(scope, logits)
 
 
 def _float32(scope: Scope, value: str) -> str:

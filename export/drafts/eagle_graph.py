@@ -1,4 +1,4 @@
-"""The graphs of an EAGLE-3 draft (https://arxiv.org/abs/2503.01840): "fuse", "draft" and, if it has a table, "embed".
+"""The graphs of an EAGLE-3 draft (https://arxiv.org/abs/2503.01840): "fuse", "draft", "embed" and "head" if its own.
 
 Row i of the draft reads the feature of token i and the embedding of token i+1, and scores token i+2. In a chain the
 feature of a token just drafted is what the row before gave as `recycled`.
@@ -9,13 +9,13 @@ from functools import partial
 
 import numpy as np
 
-from oxidize.runtime.contracts import draft_contract, embed_contract, fuse_contract
+from oxidize.runtime.contracts import draft_contract, fuse_contract
 
 from ..layers import Scope, Stream, attention, attention_qk_norm, gated_mlp, residual_norm, rms_norm
 from ..models import decoder_layer
-from ..roles import embed_graph
 from ..tensors import Projection
 from .base import DraftConfig, DraftGraph
+from .ends import own_ends
 
 _FC_BITS = 8  # of the fuse at precision int4: it is small, and all that the draft knows of the target
 _HALF_MAX = 65504.0
@@ -28,9 +28,7 @@ def eagle_graphs(config: DraftConfig, dtype: str) -> Sequence[DraftGraph]:
         DraftGraph(fuse_contract(shape), partial(_fuse, config), "fuse.onnx"),
         DraftGraph(draft_contract(shape), partial(_draft, config), "draft.onnx"),
     ]
-    if config.own_embedding:
-        graphs.append(DraftGraph(embed_contract(shape.hidden_size, dtype), embed_graph, "embed.onnx"))
-    return graphs
+    return graphs + own_ends(config, dtype)
 
 
 def _fuse(config: DraftConfig, scope: Scope) -> None:
@@ -73,7 +71,7 @@ def _fc(scope: Scope, features: str, projection: Projection) -> str:
 
 
 def _draft(config: DraftConfig, scope: Scope) -> None:
-    """The layers, the final norm and, if the draft has one, its head."""
+    """The layers and the final norm."""
     graph, model = scope.graph, config.model
     stream = _first_layer(config, scope)
     for index in range(1, model.layers):
@@ -81,10 +79,7 @@ def _draft(config: DraftConfig, scope: Scope) -> None:
         stream = decoder_layer(model.architecture)(scope, index, x, residual)
     hidden, residual = residual_norm(scope, stream, "model.norm")
     graph.output("recycled", hidden if config.flags["norm_output"] else residual)
-    if config.draft_vocab_size is None:
-        graph.output("hidden", hidden)
-    else:
-        graph.output("logits", _logits(scope, hidden, config.draft_vocab_size))
+    graph.output("hidden", hidden)
 
 
 def _first_layer(config: DraftConfig, scope: Scope) -> Stream:
@@ -99,18 +94,3 @@ def _first_layer(config: DraftConfig, scope: Scope) -> Stream:
     residual = normed if config.flags["norm_before_residual"] else feature
     x, residual = residual_norm(scope, Stream(residual, attended), f"{name}.post_attention_layernorm")
     return Stream(residual, gated_mlp(scope, x, f"{name}.mlp"))
-
-
-def _logits(scope: Scope, hidden: str, rows: int) -> str:
-    """The head's scores [B,S,Vd] of hidden states, as float32."""
-    graph = scope.graph
-    projection = Projection("table", "lm_head", ("lm_head",), (rows,), scope.config.hidden_size)
-    if scope.plan.precision == "int4":
-        blocks = scope.tensors.blocks(projection, scope.plan.head_bits)
-        logits = scope.profile.matmul_blocks(graph, hidden, blocks, None, "lm_head")
-    else:
-        weight = graph.stored("lm_head.weight", scope.tensors.dense(projection))
-        logits = graph.op("MatMul", [hidden, weight], "lm_head")
-    if scope.plan.dtype != "float32":
-        logits = graph.op("Cast", [logits], "lm_head.float32", {"to": graph.element_type("float32")})
-    return logits

@@ -5,29 +5,26 @@ from functools import partial
 
 import numpy as np
 
-from oxidize.runtime.contracts import draft_contract, embed_contract
+from oxidize.runtime.contracts import draft_contract
 
 from ..layers import Scope, Stream, gated_mlp, linear, residual_norm, rms_norm
 from ..models import decoder_layer
 from ..profiles import Attention
-from ..roles import embed_graph
 from ..tensors import Projection
 from .base import DraftConfig, DraftGraph
+from .ends import own_ends
 from .mtp import GATED
 
 _LAYER = "model.layers.0"
 
 
 def mtp_graphs(config: DraftConfig, dtype: str) -> Sequence[DraftGraph]:
-    """The graphs of an MTP head: "draft", and "embed" where it has a table of its own."""
-    write = partial(_draft, gated=config.flags[GATED], own_head=config.draft_vocab_size is not None)
-    graphs = [DraftGraph(draft_contract(config.shape(dtype)), write, "draft.onnx")]
-    if config.own_embedding:
-        graphs.append(DraftGraph(embed_contract(config.model.hidden_size, dtype), embed_graph, "embed.onnx"))
-    return graphs
+    """The graphs of an MTP head: "draft", and "embed" and "head" where it has its own."""
+    write = partial(_draft, gated=config.flags[GATED])
+    return [DraftGraph(draft_contract(config.shape(dtype)), write, "draft.onnx"), *own_ends(config, dtype)]
 
 
-def _draft(scope: Scope, gated: bool, own_head: bool) -> None:
+def _draft(scope: Scope, gated: bool) -> None:
     """fused, inputs_embeds -> the normed hidden states, to be scored and to be read again by the next step."""
     graph, size = scope.graph, scope.config.hidden_size
     joined = [
@@ -40,10 +37,7 @@ def _draft(scope: Scope, gated: bool, own_head: bool) -> None:
     x, residual = residual_norm(scope, Stream(stream), f"{_LAYER}.input_layernorm")
     layer = _gated_layer if gated else decoder_layer("qwen3" if scope.config.qk_norm else "llama")
     hidden, _ = residual_norm(scope, layer(scope, 0, x, residual), "model.norm")
-    if own_head:
-        graph.output("logits", _logits(scope, hidden))
-    else:
-        graph.output("hidden", hidden)
+    graph.output("hidden", hidden)
     graph.output("recycled", hidden)
 
 
@@ -106,17 +100,3 @@ def _flat(scope: Scope, x: str, name: str) -> str:
 
 def _shape(scope: Scope, name: str, *sizes: int) -> str:
     return scope.graph.constant(name, np.array(sizes, np.int64))
-
-
-def _logits(scope: Scope, hidden: str) -> str:
-    """The head's own output matrix: [B,S,H] -> float32 [B,S,V]."""
-    graph, config, plan = scope.graph, scope.config, scope.plan
-    projection = Projection("table", "lm_head", ("lm_head",), (config.vocab_size,), config.hidden_size)
-    if plan.precision == "int4":
-        blocks = scope.tensors.blocks(projection, plan.head_bits)
-        logits = scope.profile.matmul_blocks(graph, hidden, blocks, None, "lm_head")
-    else:
-        logits = linear(scope, hidden, projection)
-    if plan.dtype == "float32":
-        return logits
-    return graph.op("Cast", [logits], "lm_head.float32", {"to": graph.element_type("float32")})

@@ -10,9 +10,8 @@ import numpy as np
 
 from ..errors import BundleError
 from ..sampling import Law, law_of
-from ..session import Binding, Device, GraphSession, Tensor
+from ..session import Tensor
 from .base import DraftContext
-from .passes import FEW
 
 _UNHEARD_OF = np.float32(-1e30)  # the logit of a token the draft cannot name; not -inf: a grammar may insist on it
 
@@ -26,10 +25,10 @@ class Embedding(Protocol):
 
 
 class Scorer(Protocol):
-    """A target's head."""
+    """A head graph: the target's, or a draft's own."""
 
     def score(self, hidden: Tensor, count: int, first: int = 0) -> np.ndarray:
-        """Logits [count, token_count] of rows first, first + 1, ... of `hidden` [S,H]; valid until the next call."""
+        """Logits [count,*] of rows first, first + 1, ... of `hidden` [S,H]; valid until the next call."""
         ...
 
 
@@ -43,33 +42,6 @@ class Head(Protocol):
     def law(self, logits: np.ndarray, drafted: Sequence[int], context: DraftContext) -> Law:
         """The law of one row of them, after `drafted`."""
         ...
-
-
-class OwnEmbedding:
-    """A table that came with the draft."""
-
-    def __init__(self, session: GraphSession) -> None:
-        self._session = session
-        (spec,) = session.contract.outputs
-        self._width, self._dtype = int(spec.shape[-1]), spec.dtype
-        self._bound: dict[int, tuple[Binding, Tensor, Tensor]] = {}
-
-    def embed_tokens(self, ids: Sequence[int]) -> Tensor:
-        """Embeddings [1,n,H], valid until the next call for as many tokens."""
-        binding, tokens, embeds = self._bound.get(len(ids)) or self._bind(len(ids))
-        tokens.write([list(ids)])
-        self._session.run(binding)
-        return embeds
-
-    def _bind(self, count: int) -> tuple[Binding, Tensor, Tensor]:
-        tokens = Tensor((1, count), "int64", Device("cpu"))
-        embeds = Tensor((1, count, self._width), self._dtype, self._session.device)
-        binding = self._session.binding()
-        binding.bind_input("input_ids", tokens, tokens.shape)
-        binding.bind_output("inputs_embeds", embeds, embeds.shape)
-        if count <= FEW:
-            self._bound[count] = (binding, tokens, embeds)
-        return binding, tokens, embeds
 
 
 class TargetHead:
@@ -95,7 +67,8 @@ class OwnHead:
     token twice or none at all.
     """
 
-    def __init__(self, ids: np.ndarray, token_count: int) -> None:
+    def __init__(self, scorer: Scorer, ids: np.ndarray, token_count: int) -> None:
+        self._scorer = scorer
         known = np.flatnonzero(ids < token_count)  # ids above are padding, which is never produced
         self._order = known[np.argsort(ids[known], kind="stable")]
         self._ids = ids[self._order]  # [n], ascending
@@ -109,7 +82,7 @@ class OwnHead:
 
     def logits(self, outputs: dict[str, Tensor], first: int, count: int) -> np.ndarray:
         """Logits [count,Vd]."""
-        return outputs["logits"].read()[first : first + count]
+        return self._scorer.score(outputs["hidden"], count, first)
 
     def law(self, logits: np.ndarray, drafted: Sequence[int], context: DraftContext) -> Law:
         """The law of one row, over the target's ids."""

@@ -7,6 +7,7 @@ import numpy as np
 from ..bundle import Bundle
 from ..cache import CacheShape
 from ..contracts import GraphContract
+from ..ends import Embedder, Scorer
 from ..errors import BundleError
 from ..manifest import DraftEntry, GraphEntry, NeuralDraft
 from ..rows import PassRows
@@ -16,7 +17,7 @@ from .base import Drafter
 from .blocks import RowByRow
 from .chain import Chain, Fuse
 from .dflash import DFlash, block_plan
-from .heads import OwnEmbedding, OwnHead, TargetHead
+from .heads import Head, OwnHead, TargetHead
 from .passes import DraftPasses, MaskRule
 from .pending import PendingRows
 from .reader import DraftParts, Pick
@@ -35,7 +36,7 @@ def open_neural(bundle: Bundle, entry: DraftEntry, target: Target, options: Runt
     sessions = {
         graph.role: _open(bundle, graph, target, options)
         for graph in entry.graphs
-        if graph.role in ("draft", "fuse", "embed")
+        if graph.role in ("draft", "fuse", "embed", "head")
     }
     dtype = _dtype_of(contract)
     shape = CacheShape(neural.layers, neural.kv_heads, neural.head_dim, dtype)
@@ -44,8 +45,8 @@ def open_neural(bundle: Bundle, entry: DraftEntry, target: Target, options: Runt
         passes=DraftPasses(sessions, shape, _mask_rule(entry.kind, neural), neural.max_positions),
         pending=PendingRows(neural.feature_size, dtype),
         pick=row_picker(neural.taps, target.taps),
-        embedding=OwnEmbedding(sessions["embed"]) if "embed" in sessions else target,
-        head=_head(bundle, entry.name, neural, target),
+        embedding=Embedder(sessions["embed"]) if "embed" in sessions else target,
+        head=_head(bundle, entry.name, neural, sessions.get("head"), target),
         max_positions=neural.max_positions,
     )
     if entry.kind == "dflash":
@@ -120,10 +121,10 @@ def _check_whole(entry: DraftEntry) -> tuple[NeuralDraft, GraphEntry]:
     """The facts and the main graph; BundleError where a part is missing."""
     neural = entry.neural
     graphs = {graph.role: graph for graph in entry.graphs}
-    needed = ("draft", "fuse") if neural is not None and _must_fuse(entry.kind, neural) else ("draft",)
-    for role in needed:
-        _require(role in graphs, f"draft {entry.name!r} of kind {entry.kind!r} has no {role} graph")
     assert neural is not None
+    needed = {"draft": True, "fuse": _must_fuse(entry.kind, neural), "head": neural.draft_vocab_size is not None}
+    for role, wanted in needed.items():
+        _require(not wanted or role in graphs, f"draft {entry.name!r} of kind {entry.kind!r} has no {role} graph")
     draft = graphs["draft"]
     slides = any(spec.name == "attn_mask_sliding" for spec in draft.contract.inputs)
     good = not slides or (neural.sliding_window or 0) > 0
@@ -141,17 +142,18 @@ def _mask_rule(kind: str, neural: NeuralDraft) -> MaskRule:
     return MaskRule(neural.causal, neural.sliding_causal, neural.sliding_window)
 
 
-def _head(bundle: Bundle, name: str, neural: NeuralDraft, target: Target) -> TargetHead | OwnHead:
-    if neural.draft_vocab_size is None:
+def _head(bundle: Bundle, name: str, neural: NeuralDraft, own: GraphSession | None, target: Target) -> Head:
+    if own is None or neural.draft_vocab_size is None:
         return TargetHead(target)
+    scorer = Scorer(own, neural.draft_vocab_size)
     if neural.d2t is None:
-        return OwnHead(np.arange(neural.draft_vocab_size), target.token_count)
+        return OwnHead(scorer, np.arange(neural.draft_vocab_size), target.token_count)
     ids = np.frombuffer((bundle.folder / neural.d2t).read_bytes(), "<i8").astype(np.int64)
     _require(
         len(ids) == neural.draft_vocab_size,
         f"draft {name!r} has a vocabulary of {neural.draft_vocab_size}, but its d2t names {len(ids)} tokens",
     )
-    return OwnHead(ids, target.token_count)
+    return OwnHead(scorer, ids, target.token_count)
 
 
 def _dtype_of(contract: GraphContract) -> str:

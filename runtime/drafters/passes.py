@@ -143,11 +143,10 @@ class DraftPasses:
         return BoundPass(binding, inputs, outputs)
 
     def _output(self, spec: TensorSpec, shape: PassShape) -> Tensor:
-        """Room for an output, shared by all passes of a turn. Logits go to the host, all else stays on the device."""
+        """Room for an output on the device, shared by all passes of a turn."""
         key = (spec.name, shape.turn)
         if key not in self._arenas:
-            device = _CPU if spec.name == "logits" else self.device
-            self._arenas[key] = Arena((int(spec.shape[-1]),), spec.dtype, device)
+            self._arenas[key] = Arena((int(spec.shape[-1]),), spec.dtype, self.device)
         self._arenas[key].reserve(shape.rows)
         return self._arenas[key].tensor
 

@@ -128,7 +128,10 @@ class Rounds:
         for name in self.cache:
             self.cache[name] = outputs[name.replace("past_key_values", "present")].copy()
             self.cache[name][:, :, known:] = self.poison  # the block's rows are void after the round
-        return outputs[names[0]][0]
+        hidden = outputs["hidden"][0]
+        if "head" not in self.sessions:
+            return hidden
+        return self.sessions["head"].run(None, {"hidden": hidden, "rows": np.arange(len(block))})[0]
 
     def _masks(self, known: int, size: int) -> dict[str, np.ndarray]:
         rows, columns = np.arange(known, known + size)[:, None], np.arange(self.capacity)[None]
@@ -173,7 +176,7 @@ def test_a_prompt_of_one_token_has_no_context_yet(tmp_path: Path):
 
 def test_a_draft_with_its_own_vocabulary(tmp_path: Path):
     rounds, reference = zlab(tmp_path, "qwen3", own_vocab=120)
-    assert set(rounds.sessions) == {"draft", "embed"}
+    assert set(rounds.sessions) == {"draft", "embed", "head"}
     assert worst(rounds.errors(reference, 17)) <= PROMISE
     ids = np.array([[0, 7, VOCAB - 1]], np.int64)
     (rows,) = rounds.sessions["embed"].run(None, {"input_ids": ids})

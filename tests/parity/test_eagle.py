@@ -75,7 +75,11 @@ class Graphs:
         outputs = dict(zip(names, self.sessions["draft"].run(names, feeds), strict=True))
         for name in self.cache:
             self.cache[name] = outputs.pop(name.replace("past_key_values", "present"))
-        return {name: value[0] for name, value in outputs.items()}
+        found = {name: value[0] for name, value in outputs.items()}
+        if "head" in self.sessions:
+            rows = {"hidden": found["hidden"], "rows": np.arange(len(fused))}
+            (found["logits"],) = self.sessions["head"].run(None, rows)
+        return found
 
 
 class World:

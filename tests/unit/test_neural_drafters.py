@@ -297,7 +297,7 @@ def test_own_vocabulary_is_renamed(ids: tuple[int, ...]) -> None:
     for id_, value in zip(ids, logits, strict=True):
         if id_ < VOCABULARY:  # above is padding, never produced
             wide[id_] = value
-    head = OwnHead(np.array(ids), VOCABULARY)
+    head = OwnHead(ToyTarget(), np.array(ids), VOCABULARY)
     for params in (WARM, SamplingParams(), SamplingParams(temperature=0.7, top_k=2), SamplingParams(1.0, top_p=0.6)):
         law, right = head.law(logits, (), DraftContext(params, NoiseKey(0))), law_of(wide, params)
         assert law.ids is not None and (np.diff(law.ids) > 0).all()
@@ -305,7 +305,7 @@ def test_own_vocabulary_is_renamed(ids: tuple[int, ...]) -> None:
 
 
 def test_controls_speak_of_the_targets_ids() -> None:
-    head, logits = OwnHead(np.array(SOME_IDS), VOCABULARY), np.zeros(len(SOME_IDS), np.float32)
+    head, logits = OwnHead(ToyTarget(), np.array(SOME_IDS), VOCABULARY), np.zeros(len(SOME_IDS), np.float32)
     banned = tuple((token, -np.inf) for token in SOME_IDS if token != 11)
     law = head.law(logits, (), _context(Controls(logit_bias=banned, repetition_penalty=1.8)))
     assert law.prob(11) == 1
@@ -325,7 +325,7 @@ class OnlyToken:
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_grammar_that_insists_on_a_token_the_draft_cannot_name(temperature: float) -> None:
-    head = OwnHead(np.array(SOME_IDS), VOCABULARY)
+    head = OwnHead(ToyTarget(), np.array(SOME_IDS), VOCABULARY)
     law = head.law(np.zeros(len(SOME_IDS), np.float32), (), _context(None, OnlyToken(19), temperature))
     assert law.prob(19) == 1
 
@@ -333,7 +333,7 @@ def test_a_grammar_that_insists_on_a_token_the_draft_cannot_name(temperature: fl
 @pytest.mark.parametrize("ids", [[1, 1, 2], [-1, 4], [VOCABULARY, VOCABULARY + 1], []])
 def test_a_vocabulary_that_makes_no_sense(ids: list[int]) -> None:
     with pytest.raises(BundleError, match=f"from 0 to {VOCABULARY - 1}"):
-        OwnHead(np.array(ids, np.int64), VOCABULARY)
+        OwnHead(ToyTarget(), np.array(ids, np.int64), VOCABULARY)
 
 
 # Parts.
