@@ -81,7 +81,7 @@ def accept_reject(proposal: Proposal, law_at: Callable[[int], Law], key: NoiseKe
         target_law = law_at(row)
         p, q = target_law.prob(drafted), draft_law.prob(drafted)
         # The product form also holds for q = 0; p >= q keeps rounding out of a certain acceptance.
-        if p >= q > 0 or uniform(key, Domain.ACCEPT, position + row, 0) * q < p:
+        if p >= q > 0 or (p > 0 and uniform(key, Domain.ACCEPT, position + row, 0) * q < p):
             continue
         token = _residual(target_law, draft_law).draw(key, Domain.RESIDUAL, position + row)
         return Acceptance(row, token, "correction")
@@ -94,7 +94,9 @@ def _bonus(proposal: Proposal, law_at: Callable[[int], Law], key: NoiseKey, posi
 
 
 def _residual(target: Law, draft: Law) -> Law:
-    """max(0, p - q), normalised; the target's law where rounding left nothing."""
+    """max(0, p - q), normalised; the target's law where rounding left nothing, or where it has one token."""
+    if target.ids is not None and len(target.ids) == 1:
+        return target
     ids = np.arange(len(target.probs)) if target.ids is None else target.ids
     excess = target.probs - draft.probs_of(ids)
     positive = excess > 0
