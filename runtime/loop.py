@@ -268,7 +268,7 @@ def _record(turn: _Turn, acceptance: Acceptance, emitted: tuple[int, ...]) -> No
     if sequence.policy.state is State.FALLBACK:
         stats.fallback_tokens += len(emitted) - min(acceptance.accepted, len(emitted))
     if proposal.tokens:
-        stats.count_proposal(len(proposal.tokens), acceptance.accepted)
+        stats.count_proposal(turn.source, len(proposal.tokens), acceptance.accepted)
         sequence.policy.record(turn.source, len(proposal.tokens), acceptance.accepted, proposal.match_length)
     for name, offer in turn.unused.items():
         sequence.policy.record_unused(name, offer.tokens[0] == emitted[0], offer.match_length)

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 ROLES = ("embed", "body", "head", "draft")
+EARLY_ROUNDS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -13,6 +14,36 @@ class StateChange:
     at: int
     state: str
     reason: str
+
+
+@dataclass(slots=True)
+class SourceStats:
+    """What one drafter proposed: rounds, draft tokens verified and kept; the same for its first `EARLY_ROUNDS`."""
+
+    rounds: int = 0
+    draft_tokens: int = 0
+    accepted: int = 0
+    early_draft_tokens: int = 0
+    early_accepted: int = 0
+
+    def count(self, proposed: int, accepted: int) -> None:
+        """Add one proposal."""
+        if self.rounds < EARLY_ROUNDS:
+            self.early_draft_tokens += proposed
+            self.early_accepted += accepted
+        self.rounds += 1
+        self.draft_tokens += proposed
+        self.accepted += accepted
+
+    def as_dict(self) -> dict[str, Any]:
+        """The JSON form."""
+        rate = self.accepted / self.draft_tokens if self.draft_tokens else 0.0
+        return {
+            "rounds": self.rounds,
+            "draft_tokens": self.draft_tokens,
+            "accepted_draft_tokens": self.accepted,
+            "acceptance_rate": round(rate, 4),
+        }
 
 
 @dataclass(slots=True)
@@ -34,6 +65,7 @@ class SpeculativeStats:
     fallback_tokens: int = 0
     accepted_per_position: list[int] = field(default_factory=list)
     proposed_per_position: list[int] = field(default_factory=list)
+    by_drafter: dict[str, SourceStats] = field(default_factory=dict)
     state_changes: list[StateChange] = field(default_factory=list)
     prefill_ns: int = 0
     decode_ns: int = 0
@@ -45,8 +77,9 @@ class SpeculativeStats:
     provider: str = "cpu"
     precision: str = ""
 
-    def count_proposal(self, proposed: int, accepted: int) -> None:
+    def count_proposal(self, drafter: str, proposed: int, accepted: int) -> None:
         """Add one proposal of `proposed` tokens of which the first `accepted` were kept."""
+        self.by_drafter.setdefault(drafter, SourceStats()).count(proposed, accepted)
         self.draft_tokens += proposed
         self.accepted_draft_tokens += accepted
         missing = proposed - len(self.proposed_per_position)
@@ -118,6 +151,7 @@ class SpeculativeStats:
             "estimated_speedup": round(self.estimated_speedup, 3),
             "tokens_per_target_pass": round(self.tokens_per_target_pass, 3),
             "accepted_per_position": self.accepted_per_position,
+            "by_drafter": {name: found.as_dict() for name, found in self.by_drafter.items()},
             "state_changes": [[change.at, change.state, change.reason] for change in self.state_changes],
             "prefill_ms": round(self.prefill_ns / 1e6, 3),
             "decode_ms": round(self.decode_ns / 1e6, 3),

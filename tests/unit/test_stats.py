@@ -2,7 +2,7 @@
 
 import pytest
 
-from oxidize.runtime.stats import ROLES, SpeculativeStats, StateChange
+from oxidize.runtime.stats import EARLY_ROUNDS, ROLES, SourceStats, SpeculativeStats, StateChange
 
 # The machine-readable form is an interface: these keys, in this order.
 KEYS = [
@@ -19,6 +19,7 @@ KEYS = [
     "estimated_speedup",
     "tokens_per_target_pass",
     "accepted_per_position",
+    "by_drafter",
     "state_changes",
     "prefill_ms",
     "decode_ms",
@@ -48,9 +49,9 @@ def _stats() -> SpeculativeStats:
         drafter="ngram",
         precision="int4",
     )
-    stats.count_proposal(4, 4)
-    stats.count_proposal(2, 0)
-    stats.count_proposal(6, 2)
+    stats.count_proposal("ngram", 4, 4)
+    stats.count_proposal("ngram", 2, 0)
+    stats.count_proposal("mtp", 6, 2)
     stats.ort_ns |= {"embed": 1_000_000, "body": 1_900_000_000}
     stats.state_changes.append(StateChange(0, "speculating", "prompt is read"))
     return stats
@@ -91,3 +92,18 @@ def test_the_line_for_people() -> None:
         "prompt 100 tok 200 tok/s | generated 21 tok 10.0 tok/s | drafted 12 accepted 6 (0.50) | "
         "2.10 tok/pass | speedup 1.50x | ttft 0.50 s"
     )
+
+
+def test_each_drafter_is_counted_apart() -> None:
+    found = _stats().as_dict()["by_drafter"]
+    assert list(found) == ["ngram", "mtp"]
+    assert found["ngram"] == {"rounds": 2, "draft_tokens": 6, "accepted_draft_tokens": 4, "acceptance_rate": 0.6667}
+    assert found["mtp"] == {"rounds": 1, "draft_tokens": 6, "accepted_draft_tokens": 2, "acceptance_rate": 0.3333}
+
+
+def test_the_first_rounds_of_a_drafter_are_known_apart() -> None:
+    counts = SourceStats()
+    for round_ in range(EARLY_ROUNDS + 4):
+        counts.count(3, 1 if round_ < EARLY_ROUNDS else 3)
+    assert (counts.early_draft_tokens, counts.early_accepted) == (3 * EARLY_ROUNDS, EARLY_ROUNDS)
+    assert (counts.draft_tokens, counts.accepted) == (3 * EARLY_ROUNDS + 12, EARLY_ROUNDS + 12)
