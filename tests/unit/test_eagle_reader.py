@@ -306,9 +306,8 @@ def test_a_draft_becomes_part_of_a_bundle(name: str, tmp_path: Path):
     manifest = load_manifest(tmp_path / "bundle")
     (entry,) = manifest.drafts
     assert entry.neural is not None and entry.neural.taps == draft.config.taps and entry.neural.causal
-    assert {graph.role for graph in entry.graphs} == {"fuse", "draft"} | (
-        {"embed"} if draft.config.own_embedding else set()
-    )
+    own = {"embed": draft.config.own_embedding, "head": draft.config.draft_vocab_size is not None}
+    assert {graph.role for graph in entry.graphs} == {"fuse", "draft", *(role for role, has in own.items() if has)}
     if draft.d2t is not None:
         stored = np.fromfile(tmp_path / "bundle" / entry.neural.d2t, "<i8")
         assert np.array_equal(stored, draft.d2t)
