@@ -1,7 +1,7 @@
 """What `oxidize doctor` says: tables and advice, computed from measured costs."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from textwrap import wrap
 from typing import Any
 
@@ -21,7 +21,7 @@ _MARGIN, _WIDTH = 11, 100  # of the text
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """What was measured of one bundle, and under which options."""
+    """What was measured of one bundle, and under which options. `most`: tokens of a draft that has a limit, by name."""
 
     bundle: str
     precision: str
@@ -30,6 +30,7 @@ class Diagnosis:
     spin: str
     exact: bool
     calibration: Calibration
+    most: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def target(self) -> CostCurve:
@@ -46,15 +47,23 @@ class Diagnosis:
         """Of plain decoding, sampling left out."""
         return 1e3 / self.target.at(1)
 
+    def most_k(self, name: str) -> int:
+        """The largest k worth speaking of with this drafter."""
+        return min(_MOST_K, self.most.get(name, _MOST_K))
+
+    def break_even(self, name: str, k: int) -> float | None:
+        """The acceptance from which drafts of k tokens pay; None where they never do, or k is too large for it."""
+        return break_even(self.target, self.drafts[name], k) if k <= self.most_k(name) else None
+
     def break_evens(self, name: str) -> dict[int, float]:
         """By k, the acceptance from which drafts of this drafter pay; a k that never pays is left out."""
-        found = {k: break_even(self.target, self.drafts[name], k) for k in range(1, _MOST_K + 1)}
+        found = {k: self.break_even(name, k) for k in range(1, _MOST_K + 1)}
         return {k: value for k, value in found.items() if value is not None}
 
     def choice(self, acceptance: float, name: str = LOOKUP) -> tuple[int, float]:
         """The best k at this acceptance, and how many times faster than plain decoding it is."""
         draft = self.drafts[name]
-        k = best_k(self.target, draft, acceptance, _MOST_K)
+        k = best_k(self.target, draft, acceptance, self.most_k(name))
         return k, speedup(self.target, draft, k, acceptance)
 
 
@@ -155,13 +164,19 @@ def _header(diagnosis: Diagnosis) -> list[str]:
 
 def _costs_table(diagnosis: Diagnosis) -> list[str]:
     """One line per k: what verifying costs, and per drafter the acceptance (break-even) at which that is worth it."""
-    names, target = list(diagnosis.drafts), diagnosis.target
-    rows = [["k", "verify ms", "plain steps", *(f"{name} pays from" for name in names)]]
+    target = diagnosis.target
+    rows = [["k", "verify ms", "plain steps", *(f"{name} pays from" for name in diagnosis.drafts)]]
     for k in _SHOWN_K:
-        even = [break_even(target, diagnosis.drafts[name], k) for name in names]
-        cells = ["never" if value is None else f"{value:.2f}" for value in even]
+        cells = [_pays_from(diagnosis, name, k) for name in diagnosis.drafts]
         rows.append([str(k), f"{target.at(k + 1):.1f}", f"{target.at(k + 1) / target.at(1):.2f}", *cells])
     return _aligned(rows)
+
+
+def _pays_from(diagnosis: Diagnosis, name: str, k: int) -> str:
+    if k > diagnosis.most_k(name):
+        return "-"
+    value = diagnosis.break_even(name, k)
+    return "never" if value is None else f"{value:.2f}"
 
 
 def _choices_table(diagnosis: Diagnosis) -> list[str]:
@@ -203,7 +218,9 @@ def _drafter_dict(diagnosis: Diagnosis, name: str) -> dict[str, Any]:
     draft, target = diagnosis.drafts[name], diagnosis.target
     even = diagnosis.break_evens(name)
     return {
-        "round_ms": {str(k): round(round_ms(target, draft, k), 3) for k in _SHOWN_K},
+        "most_k": diagnosis.most_k(name),
+        "draft_ms": {str(k): round(ms, 3) for k, ms in draft.points},
+        "round_ms": {str(k): round(round_ms(target, draft, k), 3) for k in _SHOWN_K if k <= diagnosis.most_k(name)},
         "break_even": {str(k): round(even[k], 4) if k in even else None for k in _SHOWN_K},
         "best_k": {str(each): diagnosis.choice(each, name)[0] for each in _ACCEPTANCES},
     }

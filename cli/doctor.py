@@ -11,6 +11,7 @@ from .options import cache_folder, runtime_of, runtime_options
 
 if TYPE_CHECKING:
     from oxidize.runtime.bundle import Bundle
+    from oxidize.runtime.drafters.base import Drafter
     from oxidize.runtime.session import RuntimeOptions
     from oxidize.runtime.target import Target
 
@@ -81,17 +82,32 @@ def _diagnose(
     bundle = open_bundle(folder)
     HashCheck(bundle, cache_folder()).result()  # its thread would disturb the times
     target = Target(bundle, runtime, floor=2 if exact else 1)
-    models = _open_drafts(bundle, drafts, runtime)
-    calibration = load_or_calibrate(target, models, runtime, cache_folder(), _BUDGET_S, refresh)
-    threads = runtime.threads or usable_cores()
-    return Diagnosis(str(folder), bundle.manifest.precision, target.provider, threads, runtime.spin, exact, calibration)
+    drafters = _open_drafts(bundle, drafts, runtime, target)
+    calibration = load_or_calibrate(target, drafters, runtime, cache_folder(), _BUDGET_S, refresh)
+    threads, most = runtime.threads or usable_cores(), _most_tokens(bundle)
+    return Diagnosis(
+        str(folder), bundle.manifest.precision, target.provider, threads, runtime.spin, exact, calibration, most
+    )
 
 
-def _open_drafts(bundle: "Bundle", names: tuple[str, ...], runtime: "RuntimeOptions") -> "dict[str, Target]":
-    """The draft models inside `bundle` and those of these names, as `run` opens and calls them."""
-    from oxidize.runtime.drafters.draft_model import DraftModel
+def _most_tokens(bundle: "Bundle") -> dict[str, int]:
+    """By name, how many tokens drafts inside `bundle` propose at most, where a block limits them."""
+    found = {draft.name: draft.neural for draft in bundle.manifest.drafts if draft.neural is not None}
+    return {
+        name: neural.block_size - (0 if neural.sample_from_anchor else 1)
+        for name, neural in found.items()
+        if neural.block_size > 1
+    }
+
+
+def _open_drafts(
+    bundle: "Bundle", names: tuple[str, ...], runtime: "RuntimeOptions", target: "Target"
+) -> "tuple[Drafter, ...]":
+    """The drafts inside `bundle` and those of these names, as `run` opens and calls them.
+
+    Those that `run` refuses as made for another target cost as much as any.
+    """
     from oxidize.runtime.drafts import open_drafters
 
     own = [draft.name for draft in bundle.manifest.drafts]
-    drafters = open_drafters(bundle, [*own, *names], runtime, cache_folder())
-    return {drafter.name: drafter.model for drafter in drafters if isinstance(drafter, DraftModel)}
+    return open_drafters(bundle, [*own, *names], runtime, cache_folder(), target, force=True)

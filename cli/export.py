@@ -2,24 +2,33 @@
 
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from .drafts import describe_draft, draft_sources, wishes_of
+
 if TYPE_CHECKING:
     from oxidize.export.build import ExportPlan, Progress
-    from oxidize.export.bundle import AnyDraft
+    from oxidize.export.extensible import OpenedBundle
     from oxidize.export.source import Checkpoint
 
-_WRITING = ("precision", "profiles", "device", "head_bits", "tap_convention", "force_dflash", "no_mtp", "revision")
+_WRITING = ("precision", "profiles", "device", "head_bits", "tap_convention", "force_dflash", "no_mtp")
+_SOURCE = ("revision", "exporter")  # how a checkpoint is found and read
+_TARGETS = ("profiles", "device", *_SOURCE)  # what an option may say of a target but not of a draft
 
 
 @click.command()
 @click.argument("source")
-@click.option("-o", "--out", required=True, type=click.Path(path_type=Path), help="The bundle folder to write.")
+@click.option(
+    "-o",
+    "--out",
+    type=click.Path(path_type=Path),
+    help="The bundle folder to write.  [required unless SOURCE is a bundle]",
+)
 @click.option(
     "--precision",
     type=click.Choice(["fp32", "fp16", "int4"]),
@@ -49,7 +58,9 @@ _WRITING = ("precision", "profiles", "device", "head_bits", "tap_convention", "f
     help="Bits of embedding and head at int4.",
 )
 @click.option("--context", type=click.IntRange(1), help="Longest context to allow, if less than the model's.")
-@click.option("--draft-model", "drafts", multiple=True, metavar="SRC", help="A draft model to put into the bundle.")
+@click.option(
+    "--draft-model", "drafts", multiple=True, metavar="SRC", help="A draft to put into the bundle; may be repeated."
+)
 @click.option(
     "--tap-convention",
     type=click.Choice(["input", "output"]),
@@ -57,36 +68,63 @@ _WRITING = ("precision", "profiles", "device", "head_bits", "tap_convention", "f
 )
 @click.option("--force-dflash", is_flag=True, help="Go on with a DFlash draft made for another revision or depth.")
 @click.option("--no-mtp", is_flag=True, help="Leave the checkpoint's own MTP head out.")
+@click.option(
+    "--exporter",
+    type=click.Choice(["optimum"]),
+    help="Let optimum write the graph, of architectures that have no builder here.",
+)
 @click.option("--revision", help="Branch, tag or commit of a hub id.")
 @click.option("--offline", is_flag=True, help="Never ask the hub; use its local cache.")
 @click.option("--force", is_flag=True, help="Replace a bundle that is already there.")
 @click.option("--dry-run", is_flag=True, help="Say what would be written, write nothing.")
 @click.option("--no-eval", is_flag=True, help="Skip the perplexity of bundle and source.")
-def command(source: str, out: Path, drafts: tuple[str, ...], **options: Any) -> None:
-    """Turn SOURCE (a Hugging Face folder, a GGUF file, a hub id or an onnxruntime-genai folder) into a bundle."""
+def command(source: str, out: Path | None, drafts: tuple[str, ...], **options: Any) -> None:
+    """Turn SOURCE (a Hugging Face folder, GGUF file, hub id, onnxruntime-genai or optimum folder) into a bundle.
+
+    If SOURCE is a bundle, --draft-model adds drafts to it, or with -o to a new one that shares its files, and
+    --precision is the bundle's unless given.
+    """
     from oxidize.export.bundle import check_drafts, check_free, export_bundle
     from oxidize.export.drafts.mtp import split_mtp
+    from oxidize.export.drafts.recognise import open_draft
     from oxidize.export.drafts.write import NeuralSource
     from oxidize.export.foreign import is_onnx_folder
+    from oxidize.export.nested import is_bundle
     from oxidize.export.source import open_source
 
     from .quality import describe_quality
 
+    if is_bundle(Path(source)):
+        _extend(Path(source), out, drafts, options)
+        return
+    if out is None:
+        raise click.MissingParameter(
+            None, click.get_current_context(), param_hint="'-o' / '--out'", param_type="option"
+        )
     check_free(out, options["force"])
     if is_onnx_folder(Path(source)):
+        _refuse_options(
+            (*_WRITING, *_SOURCE),
+            f"{source}: an ONNX folder is wrapped as it is, without taps; leave the option out, or export the original "
+            "checkpoint",
+        )
         _wrap(Path(source), out, drafts, options)
+        return
+    if options["exporter"]:
+        _export_by_optimum(source, out, drafts, options)
         return
     opened = open_source(source, options["offline"], options["revision"])
     checkpoint, head = split_mtp(opened, not options["no_mtp"])
     plan = _plan(options)
     plan.check(checkpoint.config)
-    sources = _draft_sources(drafts, checkpoint, plan, options)
+    config, wishes = checkpoint.config, wishes_of(options)
+    sources = draft_sources(drafts, lambda draft: open_draft(draft, config, wishes, options["offline"]), plan)
     if head is not None:
         sources.append(NeuralSource("mtp", head, plan))
     check_drafts(sources)
     _announce(checkpoint, plan, out)
     for draft in sources:
-        _say(_describe_draft(draft))
+        _say(describe_draft(draft))
     if options["dry_run"]:
         return
     start = time.perf_counter()
@@ -100,14 +138,13 @@ def command(source: str, out: Path, drafts: tuple[str, ...], **options: Any) -> 
 
 
 def _wrap(folder: Path, out: Path, drafts: tuple[str, ...], options: dict[str, Any]) -> None:
-    """A folder of onnxruntime-genai instead of a checkpoint: its graph is cut, not written anew."""
-    from oxidize.export.bundle import DraftSource, check_drafts
+    """A folder of onnxruntime-genai or optimum instead of a checkpoint: its graph is cut, not written anew."""
+    from oxidize.export.bundle import check_drafts
     from oxidize.export.foreign import open_model_draft, open_onnx_folder, wrap_onnx_folder
 
-    _refuse_writing_options(folder)
-    opened = open_onnx_folder(folder)
+    opened = open_onnx_folder(folder, options["context"])
     config, plan = opened.config, _plan(options)
-    models = [DraftSource(_draft_name(draft), open_model_draft(draft, options["offline"]), plan) for draft in drafts]
+    models = draft_sources(drafts, lambda draft: open_model_draft(draft, options["offline"]), plan)
     context = min(options["context"] or opened.cuts.positions, opened.cuts.positions)
     check_drafts(models)
     _say(
@@ -116,7 +153,7 @@ def _wrap(folder: Path, out: Path, drafts: tuple[str, ...], options: dict[str, A
     )
     _say(f"{opened.precision} as it is, profile ort, one slot, no taps -> {out}")
     for draft in models:
-        _say(_describe_draft(draft))
+        _say(describe_draft(draft))
     if options["dry_run"]:
         return
     with _progress() as progress:
@@ -125,20 +162,69 @@ def _wrap(folder: Path, out: Path, drafts: tuple[str, ...], options: dict[str, A
     _say(f"next: oxidize run {out} 'Hello'")
 
 
-def _refuse_writing_options(folder: Path) -> None:
-    """Refuse options that say how graphs are written, or how drafts read them, if they were given."""
-    from click.core import ParameterSource
+def _export_by_optimum(source: str, out: Path, drafts: tuple[str, ...], options: dict[str, Any]) -> None:
+    """A checkpoint whose graph optimum writes; what it writes is wrapped."""
+    from oxidize.export.optimum import optimum_folder
 
+    _refuse_options(_WRITING, "--exporter optimum, which writes float32 without taps; leave the option out")
+    with optimum_folder(source, out, options["offline"], options["revision"]) as folder:
+        _wrap(folder, out, drafts, options)
+
+
+def _extend(folder: Path, out: Path | None, drafts: tuple[str, ...], options: dict[str, Any]) -> None:
+    """A bundle instead of a checkpoint: drafts are added to it, or to a new one that shares its files."""
+    from oxidize.export.extend import check_out, extend_bundle
+    from oxidize.export.extensible import open_bundle
     from oxidize.runtime.errors import UsageError
 
-    context = click.get_current_context()
-    for option in context.command.params:
-        name = option.name or ""
-        if name in _WRITING and context.get_parameter_source(name) is not ParameterSource.DEFAULT:
-            raise UsageError(
-                f"{option.opts[0]} does not apply to {folder}: an ONNX folder is wrapped as it is, without taps; "
-                "leave the option out, or export the original checkpoint"
-            )
+    _refuse_options(_TARGETS, f"{folder}: a bundle's graphs are written already; leave the option out")
+    if not drafts:
+        raise UsageError(f"{folder} is a bundle already; add drafts to it with --draft-model SRC")
+    bundle, wishes = open_bundle(folder), wishes_of(options)
+    check_out(bundle, out, options["force"])
+    plan = bundle.plan(
+        options["precision"] if _is_given("precision") else None, int(options["head_bits"]), options["context"]
+    )
+    mtp = not options["no_mtp"]
+    sources = draft_sources(drafts, lambda draft: bundle.open_draft(draft, wishes, options["offline"], mtp), plan)
+    bundle.check(sources)
+    _announce_bundle(bundle, out or folder)
+    for draft in sources:
+        _say(describe_draft(draft))
+    if options["dry_run"]:
+        return
+    start = time.perf_counter()
+    with _progress() as progress:
+        manifest = extend_bundle(bundle, sources, out, options["force"], progress)
+    added = tuple(f"{draft.folder}/" for draft in manifest.drafts[-len(sources) :])
+    size = sum(entry.size for name, entry in manifest.files.items() if name.startswith(added))
+    _say(f"added {len(added)} to {out or folder}: {size / 1e6:.0f} MB in {time.perf_counter() - start:.1f} s")
+    _say(f"next: oxidize run {out or folder} 'Hello'")
+
+
+def _announce_bundle(bundle: "OpenedBundle", out: Path) -> None:
+    manifest = bundle.manifest
+    facts, names = manifest.model, [draft.name for draft in manifest.drafts]
+    _say(
+        f"{manifest.provenance.source}: {facts.architecture}, {facts.layers} layers, hidden {facts.hidden_size}, "
+        f"vocabulary {facts.vocab_size}, context {facts.max_positions}"
+    )
+    _say(f"{manifest.precision}, drafts {', '.join(names) or 'none'} -> {out}")
+
+
+def _refuse_options(names: Collection[str], reason: str) -> None:
+    """Refuse these options if they were given."""
+    from oxidize.runtime.errors import UsageError
+
+    for option in click.get_current_context().command.params:
+        if option.name in names and _is_given(option.name):
+            raise UsageError(f"{option.opts[0]} does not apply to {reason}")
+
+
+def _is_given(name: str) -> bool:
+    from click.core import ParameterSource
+
+    return click.get_current_context().get_parameter_source(name) is not ParameterSource.DEFAULT
 
 
 def _say(text: str) -> None:
@@ -155,40 +241,6 @@ def _plan(options: dict[str, Any]) -> "ExportPlan":
         half_activations=options["device"] == "cuda" and options["precision"] == "int4",
         head_bits=int(options["head_bits"]),
     )
-
-
-def _draft_sources(
-    drafts: tuple[str, ...], target: "Checkpoint", plan: "ExportPlan", options: dict[str, Any]
-) -> "list[AnyDraft]":
-    from oxidize.export.bundle import DraftSource
-    from oxidize.export.drafts.base import DraftCheckpoint
-    from oxidize.export.drafts.recognise import DraftWishes, open_draft
-    from oxidize.export.drafts.write import NeuralSource
-
-    forced = (lambda reason: _say(f"warning: {reason}; going on")) if options["force_dflash"] else None
-    wishes = DraftWishes(options["tap_convention"], forced)
-    sources: list[AnyDraft] = []
-    for draft in drafts:
-        opened, name = open_draft(draft, target.config, wishes, options["offline"]), _draft_name(draft)
-        neural = isinstance(opened, DraftCheckpoint)
-        sources.append(NeuralSource(name, opened, plan) if neural else DraftSource(name, opened, plan))
-    return sources
-
-
-def _describe_draft(source: "AnyDraft") -> str:
-    from oxidize.export.bundle import DraftSource
-
-    if isinstance(source, DraftSource):
-        return f"draft {source.name}: a model, {source.checkpoint.config.layers} layers"
-    config = source.draft.config
-    reads = f"taps {', '.join(map(str, config.taps))}" if config.taps else "the final hidden states"
-    return f"draft {source.name}: {config.kind}, {config.model.layers} layers, reads {reads} ({config.tap_convention})"
-
-
-def _draft_name(source: str) -> str:
-    """The last part of a path or hub id, without .gguf."""
-    name = Path(source).resolve().name if Path(source).exists() else source.rpartition("/")[2]
-    return name.removesuffix(".gguf")
 
 
 def _announce(checkpoint: "Checkpoint", plan: "ExportPlan", out: Path) -> None:

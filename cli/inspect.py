@@ -59,9 +59,12 @@ def _draft_lines(draft: "DraftEntry", manifest: "Manifest") -> list[str]:
         reads = f"taps {', '.join(map(str, neural.taps))}" if neural.taps else "final hidden states"
         head = f"own head of {neural.draft_vocab_size}" if neural.draft_vocab_size else "the target's head"
         lines.append(f"  reads    {reads} ({neural.tap_convention}), {neural.feature_size} wide")
-        lines.append(
-            f"  model    {neural.layers} layers, hidden {neural.hidden_size}, {head}, block {neural.block_size}"
-        )
+        parts = f"{neural.block_size - 1} heads" if draft.kind == "medusa" else f"{neural.layers} layers"
+        lines.append(f"  model    {parts}, hidden {neural.hidden_size}, {head}, block {neural.block_size}")
+        if neural.choices is not None:
+            lines.append(f"  paths    through {neural.choices} tokens a row")
+        if neural.mismatch is not None:
+            lines.append(f"  forced   {neural.mismatch}")
     return lines + [line for graph in draft.graphs for line in _graph_lines(graph)]
 
 

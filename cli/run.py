@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from oxidize.runtime.answer import Delta
     from oxidize.runtime.engine import Engine
     from oxidize.runtime.logprobs import TokenLogprob
+    from oxidize.runtime.stats import SpeculativeStats
 
 _COLOURS = {"accepted": "green", "corrected": "red", "bonus": "cyan"}
 _LEAST_LOGPROB = -9999.0  # what OpenAI's API says for impossible; JSON has no infinity
@@ -52,6 +53,7 @@ _LEAST_LOGPROB = -9999.0  # what OpenAI's API says for impossible; JSON has no i
 )
 @click.option("--strict", is_flag=True, help="Keep only the target's own tokens: same seed, same text, with any draft.")
 @click.option("--exact", is_flag=True, help="Passes of two rows or more only: bitwise the same with any draft and k.")
+@click.option("--force-dflash", is_flag=True, help="Draft also with a draft that was made for another target.")
 @click.option("--no-mtp", is_flag=True, help="Do not draft with the bundle's own MTP head.")
 @click.option("--no-spec", is_flag=True, help="Decode plainly, one token at a time.")
 @runtime_options
@@ -68,16 +70,17 @@ def command(
     text = _read_prompt(prompt_argument, prompt)
     request = request_of(options)
     engine = Engine.open(bundle, _engine_options(options))
+    misfits = _misfits(engine, options)
     tokens = _encode(engine, text, options["chat"])
     with _graceful_interrupt() as interrupt:
         deltas = _until(engine.stream(tokens, request), interrupt)
         if as_json:
-            answers = [_collect(engine, group) for _, group in groupby(deltas, _choice)]
+            answers = [_collect(engine, group, misfits) for _, group in groupby(deltas, _choice)]
             choices = [{"index": index, **answer} for index, answer in enumerate(answers)]
             click.echo(json.dumps({"choices": choices} if request.choices > 1 else answers[0], ensure_ascii=False))
         else:
             for _, group in groupby(deltas, _choice):
-                _print(engine, group, show_drafts and _colours())
+                _print(engine, group, misfits, show_drafts and _colours())
 
 
 def _read_prompt(argument: str | None, option: str | None) -> str:
@@ -109,7 +112,19 @@ def _engine_options(options: dict[str, Any]) -> Any:
 
     runtime = runtime_of(options)
     drafts = ("none",) if options["no_spec"] else options["draft_models"]
-    return EngineOptions(runtime, drafts, options["exact"], cache_folder(), mtp=not options["no_mtp"])
+    mtp, force = not options["no_mtp"], options["force_dflash"]
+    return EngineOptions(runtime, drafts, options["exact"], cache_folder(), mtp, force)
+
+
+def _misfits(engine: "Engine", options: dict[str, Any]) -> dict[str, str]:
+    """By name, for what other target drafts in use were made; a note on those that "auto" leaves out."""
+    from oxidize.runtime.drafts import mismatch
+
+    found = {draft.name: reason for draft in engine.bundle.manifest.drafts if (reason := mismatch(draft))}
+    if not options["force_dflash"] and "auto" in options["draft_models"] and not options["no_spec"]:
+        for name, reason in found.items():
+            click.echo(f"draft {name} was {reason}: left out; --force-dflash uses it", err=True)
+    return found
 
 
 def _encode(engine: "Engine", text: str, chat: bool | None) -> list[int]:
@@ -154,13 +169,29 @@ def _choice(delta: "Delta") -> int:
     return delta.choice
 
 
-def _print(engine: "Engine", deltas: "Iterable[Delta]", coloured: bool) -> None:
+def _print(engine: "Engine", deltas: "Iterable[Delta]", misfits: dict[str, str], coloured: bool) -> None:
     stats = engine.stats
     for delta in deltas:
         stats = engine.stats  # complete when the deltas are over
         click.echo(_coloured(delta) if coloured else delta.text, nl=False)
     click.echo()
     click.echo(stats.line(), err=True)
+    _report(stats, misfits)
+
+
+def _report(stats: "SpeculativeStats", misfits: dict[str, str]) -> None:
+    """How drafts that were made for another target fared at first: near zero says they are of no use."""
+    from oxidize.runtime.stats import EARLY_ROUNDS
+
+    for name, reason in misfits.items():
+        if name in stats.by_drafter:
+            found = stats.by_drafter[name]
+            kept, rounds = found.early_accepted, min(found.rounds, EARLY_ROUNDS)
+            click.echo(
+                f"draft {name} was {reason}: {kept} of {found.early_draft_tokens} draft tokens of its first {rounds} "
+                "rounds were kept",
+                err=True,
+            )
 
 
 def _colours() -> bool:
@@ -172,7 +203,7 @@ def _coloured(delta: "Delta") -> str:
     return "".join(click.style(span.text, fg=_COLOURS.get(span.kind)) for span in delta.spans)
 
 
-def _collect(engine: "Engine", deltas: "Iterable[Delta]") -> dict[str, Any]:
+def _collect(engine: "Engine", deltas: "Iterable[Delta]", misfits: dict[str, str]) -> dict[str, Any]:
     text: list[str] = []
     tokens: list[int] = []
     logprobs: list[TokenLogprob] = []
@@ -182,6 +213,7 @@ def _collect(engine: "Engine", deltas: "Iterable[Delta]") -> dict[str, Any]:
         tokens.extend(delta.tokens)
         logprobs.extend(delta.logprobs or ())
         reason, stats = delta.finish_reason, engine.stats
+    _report(stats, misfits)
     answer = {"text": "".join(text), "token_ids": tokens, "finish_reason": reason or "interrupt"}
     if logprobs:
         answer["logprobs"] = [_logprob(engine, entry) for entry in logprobs]

@@ -84,7 +84,7 @@ def _measure(bundle: "Bundle", options: dict[str, Any]) -> "Report":
 
     prompts = _encode(bundle, _read_prompts(options["prompt_file"], options["count"]))
     runtime = runtime_of(options)
-    drafters = open_drafters(bundle, options["drafts"], runtime, cache_folder())
+    drafters = open_drafters(bundle, options["drafts"], runtime, cache_folder(), force=True)
     plan = VerifyPlan(options["tokens"], every_k=options["full"])
     try:
         return verify(bundle, runtime, prompts, drafters, plan, _show_progress)

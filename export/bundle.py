@@ -28,6 +28,7 @@ from oxidize.runtime.manifest import (
 from .build import ExportPlan, Progress, build_graphs
 from .config import ModelConfig
 from .drafts.write import NeuralSource, write_neural
+from .nested import BundleSource, write_nested
 from .source import Checkpoint
 from .tokenizer import ExportedTokenizer, write_tokenizer
 
@@ -44,7 +45,7 @@ class DraftSource:
     plan: ExportPlan
 
 
-AnyDraft = DraftSource | NeuralSource
+AnyDraft = DraftSource | NeuralSource | BundleSource
 
 
 def export_bundle(
@@ -63,8 +64,7 @@ def export_bundle(
     check_free(out, force)
     check_drafts(drafts)
     plan = replace(plan, taps=tapped(drafts) or plan.taps)
-    estimates = (_estimate_draft(draft) for draft in drafts)
-    check_space(out, estimate_bytes(checkpoint.config, plan) + sum(estimates))
+    check_space(out, estimate_bytes(checkpoint.config, plan) + sum(map(estimate_draft, drafts)))
     with workspace(out) as folder:
         manifest = _write(checkpoint, plan, folder, drafts, progress)
         move_into_place(folder, out)
@@ -110,7 +110,8 @@ def check_drafts(drafts: Sequence[AnyDraft]) -> None:
             raise UsageError(f"the draft name {draft.name!r} is taken; rename the draft's file or folder")
         if not _is_folder_name(draft.name):
             raise UsageError(f"the draft name {draft.name!r} cannot name a folder; rename the draft's file")
-        draft.plan.check(draft.draft.config.model if isinstance(draft, NeuralSource) else draft.checkpoint.config)
+        if not isinstance(draft, BundleSource):
+            draft.plan.check(draft.draft.config.model if isinstance(draft, NeuralSource) else draft.checkpoint.config)
 
 
 def _is_folder_name(name: str) -> bool:
@@ -141,11 +142,14 @@ def _weight_bytes(plan: ExportPlan, bits: int) -> float:
     return {"fp32": 4.0, "fp16": 2.0, "int4": bits / 8 + 4 / 32}[plan.precision]
 
 
-def _estimate_draft(draft: AnyDraft) -> int:
+def estimate_draft(draft: AnyDraft) -> int:
+    """About how many bytes a draft takes, at most."""
+    if isinstance(draft, BundleSource):
+        return sum(draft.manifest.files[name].size for name in draft.files)
     if isinstance(draft, DraftSource):
         return estimate_bytes(draft.checkpoint.config, draft.plan)
     weights = draft.draft.weights
-    return sum(4 * math.prod(weights.shape(name)) for name in weights.names())  # at most
+    return sum(4 * math.prod(weights.shape(name)) for name in weights.names())
 
 
 def check_space(out: Path, needed: int) -> None:
@@ -205,7 +209,10 @@ def write_draft(draft: AnyDraft, folder: Path, vocab_sha256: str, progress: Prog
     (folder / name).mkdir(parents=True)
     if isinstance(draft, NeuralSource):
         return write_neural(draft, folder, name, progress)
-    _write(draft.checkpoint, draft.plan, folder / name, (), progress, vocab_sha256)
+    if isinstance(draft, BundleSource):
+        write_nested(draft, folder / name, vocab_sha256)
+    else:
+        _write(draft.checkpoint, draft.plan, folder / name, (), progress, vocab_sha256)
     return DraftEntry(draft.name, "model", name)
 
 

@@ -37,7 +37,8 @@ def config_from_hf(raw: Mapping[str, Any]) -> ModelConfig:
         return _from_gemma3_wrapper(raw)
     if model_type not in DEFAULTS:
         raise UnsupportedModelError(
-            f"config.json: model_type {model_type!r} is not supported; this version exports " + ", ".join(SUPPORTED)
+            f"config.json: model_type {model_type!r} is not supported; this version exports {', '.join(SUPPORTED)}; "
+            "--exporter optimum lets optimum write the graph of others"
         )
     keys = Keys(raw, DEFAULTS[model_type], "config.json")
     config = _READERS[model_type](keys)

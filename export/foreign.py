@@ -1,4 +1,4 @@
-"""Wraps a folder of onnxruntime-genai as a bundle: its one graph is cut into embed, body and head, its weights kept."""
+"""Wraps a folder of onnxruntime-genai or optimum as a bundle: its graph is cut in three, its weights kept."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -21,26 +21,31 @@ from oxidize.runtime.manifest import (
 
 from .build import WEIGHTS_NAME, Progress
 from .bundle import (
-    DraftSource,
+    AnyDraft,
     check_drafts,
     check_free,
     check_space,
+    estimate_draft,
     list_files,
     move_into_place,
     workspace,
     write_draft,
 )
 from .config_hf import CONFIG_NAME as HF_CONFIG_NAME
-from .config_hf import read_json
+from .config_hf import GENERATION_NAME, read_json
 from .drafts.dflash_gguf import recognises_dflash_gguf
 from .drafts.dflash_hf import recognises_dflash
 from .drafts.dflash_speculators import recognises_dflash_speculators
 from .drafts.eagle_gguf import is_eagle_gguf
 from .drafts.eagle_hf import is_eagle_hf
 from .drafts.eagle_speculators import is_eagle_speculators
+from .drafts.medusa import is_medusa
 from .drafts.mtp import split_mtp
-from .foreign_config import CONFIG_NAME, GenaiConfig, read_genai_config
-from .foreign_cuts import Cuts, find_cuts
+from .foreign_config import CONFIG_NAME, ForeignConfig, read_genai_config
+from .foreign_cuts import find_fused_cuts, has_fused_cache
+from .foreign_ends import Cuts
+from .foreign_growing import find_growing_cuts
+from .foreign_optimum import find_graph, graph_files, read_optimum_config
 from .gguf_file import read_gguf
 from .onnx_surgery import Cut, SourceGraph
 from .source import TOKENIZER_NAMES, Checkpoint, locate, open_source
@@ -56,10 +61,10 @@ NO_TAPS = (
 
 @dataclass(frozen=True, slots=True)
 class OnnxFolder:
-    """An opened folder of onnxruntime-genai: config, graph (weights not read) and where to cut it."""
+    """An opened folder: config, graph (weights not read) and where to cut it."""
 
     folder: Path
-    config: GenaiConfig
+    config: ForeignConfig
     graph: SourceGraph
     cuts: Cuts
     kind: str = "onnx"
@@ -80,7 +85,7 @@ class OnnxFolder:
     def files(self) -> tuple[Path, ...]:
         """Everything it consists of."""
         graph = (self.graph.path, *self.graph.data_files())
-        others = (self.folder / name for name in (CONFIG_NAME, *TOKENIZER_NAMES))
+        others = (self.folder / name for name in (CONFIG_NAME, HF_CONFIG_NAME, GENERATION_NAME, *TOKENIZER_NAMES))
         return (*graph, *(path for path in others if path.is_file()))
 
 
@@ -88,19 +93,26 @@ def is_onnx_folder(path: Path) -> bool:
     """Whether a folder holds ONNX graphs rather than a checkpoint (whose weights are worth more) or a bundle."""
     if not path.is_dir() or (path / MANIFEST_NAME).exists() or any(path.glob("*.safetensors")):
         return False
-    return not any(path.glob("*.gguf")) and ((path / CONFIG_NAME).is_file() or any(path.glob("*.onnx")))
+    return not any(path.glob("*.gguf")) and ((path / CONFIG_NAME).is_file() or bool(graph_files(path)))
 
 
-def open_onnx_folder(folder: Path) -> OnnxFolder:
-    """Open a folder and find its cuts; what is missing is a CheckpointError, what is not understood is refused."""
-    if not (folder / CONFIG_NAME).is_file():
+def open_onnx_folder(folder: Path, context: int | None = None) -> OnnxFolder:
+    """Open a folder and find its cuts; what is missing is a CheckpointError, what is not understood is refused.
+
+    context: the most positions to allow; it has to be given where the folder does not say.
+    """
+    if (folder / CONFIG_NAME).is_file():
+        config = read_genai_config(folder)
+        graph = SourceGraph(folder / config.graph)
+        find_cuts = find_fused_cuts if has_fused_cache(graph) else find_growing_cuts
+    elif (folder / HF_CONFIG_NAME).is_file():
+        graph = SourceGraph(folder / find_graph(folder))
+        config, find_cuts = read_optimum_config(folder, graph, context), find_growing_cuts
+    else:
         raise UnsupportedModelError(
-            f"{folder} has ONNX graphs but no {CONFIG_NAME}; only folders of onnxruntime-genai, with "
-            "GroupQueryAttention over a shared buffer, can be wrapped: build one with its model builder, or export "
-            "the checkpoint"
+            f"{folder} has ONNX graphs but neither {CONFIG_NAME}, as onnxruntime-genai writes, nor {HF_CONFIG_NAME}, "
+            "as optimum does; only folders of these two can be wrapped: add the file, or export the checkpoint"
         )
-    config = read_genai_config(folder)
-    graph = SourceGraph(folder / config.graph)
     return OnnxFolder(folder, config, graph, find_cuts(graph, config))
 
 
@@ -109,7 +121,7 @@ def wrap_onnx_folder(
     out: Path,
     force: bool = False,
     context: int | None = None,
-    drafts: Sequence[DraftSource] = (),
+    drafts: Sequence[AnyDraft] = (),
     progress: Progress | None = None,
 ) -> Manifest:
     """Write the bundle `out`, whole or not at all; `force` replaces a bundle that is there.
@@ -117,11 +129,12 @@ def wrap_onnx_folder(
     context: the most positions to allow, if fewer than the graph does. The bundle has the "ort" profile, for one slot,
     and no taps.
     """
-    source = open_onnx_folder(source) if isinstance(source, Path) else source
+    source = open_onnx_folder(source, context) if isinstance(source, Path) else source
     out = Path(os.path.realpath(out))  # a link to a bundle stays a link
     check_free(out, force)
     check_drafts(drafts)
-    check_space(out, sum(path.stat().st_size for path in source.files if path.is_file()))
+    size = sum(path.stat().st_size for path in source.files if path.is_file())
+    check_space(out, size + sum(map(estimate_draft, drafts)))
     with workspace(out) as folder:
         manifest = _write(source, folder, context, drafts, progress)
         move_into_place(folder, out)
@@ -133,7 +146,7 @@ def open_model_draft(source: str, offline: bool = False) -> Checkpoint:
     path, _ = locate(source, offline)
     if is_onnx_folder(path):
         raise UnsupportedModelError(
-            f"{source} is an ONNX folder; wrap it as a bundle of its own and give that to `oxidize run --draft-model`"
+            f"{source} is an ONNX folder; wrap it as a bundle of its own and give that as the draft"
         )
     if _reads_rows(path):
         raise UnsupportedModelError(f"draft {source} does not fit: {NO_TAPS}")
@@ -145,7 +158,7 @@ def _reads_rows(path: Path) -> bool:
     if path.is_file():
         file = read_gguf(path)
         return recognises_dflash_gguf(file) or is_eagle_gguf(file.metadata)
-    if any(path.glob("medusa*")):
+    if is_medusa(path):
         return True
     raw = read_json(path / HF_CONFIG_NAME) if (path / HF_CONFIG_NAME).is_file() else {}
     tests = (recognises_dflash_speculators, recognises_dflash, is_eagle_speculators, is_eagle_hf)
@@ -153,7 +166,7 @@ def _reads_rows(path: Path) -> bool:
 
 
 def _write(
-    source: OnnxFolder, folder: Path, context: int | None, drafts: Sequence[DraftSource], progress: Progress | None
+    source: OnnxFolder, folder: Path, context: int | None, drafts: Sequence[AnyDraft], progress: Progress | None
 ) -> Manifest:
     tokenizer = write_tokenizer(source, folder)
     facts = _facts(source, tokenizer.token_count, context)
@@ -211,7 +224,7 @@ def _facts(source: OnnxFolder, token_count: int, context: int | None) -> ModelFa
     config = source.config
     if token_count > config.vocab_size:
         raise CheckpointError(
-            f"the tokenizer knows {token_count} tokens and {CONFIG_NAME} says vocab_size {config.vocab_size}; "
+            f"the tokenizer knows {token_count} tokens and {config.file} says vocab_size {config.vocab_size}; "
             "the tokenizer belongs to another model"
         )
     positions = source.cuts.positions

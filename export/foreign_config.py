@@ -30,11 +30,15 @@ class GraphNames:
 
 
 @dataclass(frozen=True, slots=True)
-class GenaiConfig:
-    """What genai_config.json says of a decoder that is one graph."""
+class ForeignConfig:
+    """What is known of a decoder that is one graph.
 
+    file: where it was read, for messages. graph: the graph's file in the folder. context: positions allowed.
+    """
+
+    file: str
     architecture: str
-    graph: str  # its file
+    graph: str
     layers: int
     hidden_size: int
     heads: int
@@ -46,14 +50,15 @@ class GenaiConfig:
     generation: GenerationDefaults
 
 
-def read_genai_config(folder: Path) -> GenaiConfig:
+def read_genai_config(folder: Path) -> ForeignConfig:
     """The config of a folder; missing or malformed values are CheckpointErrors, other kinds of models are refused."""
     raw = read_json(folder / CONFIG_NAME)
     model = Keys(Keys(raw, {}, CONFIG_NAME).mapping("model"), {}, f"{CONFIG_NAME}: model")
     decoder = Keys(model.mapping("decoder"), {}, f"{CONFIG_NAME}: model.decoder")
     _refuse_compound(model, decoder)
     layers = decoder.size("num_hidden_layers")
-    return GenaiConfig(
+    return ForeignConfig(
+        file=CONFIG_NAME,
         architecture=_text(model, "type", "unknown"),
         graph=_file_name(_text(decoder, "filename", "model.onnx")),
         layers=layers,

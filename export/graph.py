@@ -154,6 +154,28 @@ def graph_summary(path: Path) -> dict[str, object]:
     return {"ir_version": model.ir_version, "opsets": opsets, "operators": dict(sorted(counts.items()))}
 
 
+def given_values(path: Path) -> set[str]:
+    """Every value that a node of a saved graph gives."""
+    graph = onnx.load_model(path, load_external_data=False).graph
+    return {value for node in graph.node for value in node.output}
+
+
+def join_as_output(source: Path, path: Path, contract: GraphContract, name: str, values: Sequence[str]) -> None:
+    """Save the graph in `source` as `path`, with `values` side by side as output `name`, in place of one it may have.
+
+    contract: of the new graph. External data are neither read nor moved.
+    """
+    model = onnx.load_model(source, load_external_data=False)
+    kept = [node for node in model.graph.node if name not in node.output]
+    joined = helper.make_node("Concat", list(values), [name], name=name, domain="", axis=-1)
+    del model.graph.node[:], model.graph.output[:]
+    model.graph.node.extend([*kept, joined])
+    model.graph.output.extend(_value_info(spec) for spec in contract.outputs)
+    onnx.save_model(model, path)
+    if saved_contract(path) != contract:
+        raise OxidizeError(f"{path.name} does not keep its {contract.role} contract; this is a bug in oxidize")
+
+
 def _external(name: str, tensor: StoredTensor) -> onnx.TensorProto:
     proto = onnx.TensorProto(
         name=name,

@@ -230,7 +230,7 @@ def _renamed(node: onnx.NodeProto, rename: _Names) -> onnx.NodeProto:
 
 
 def _new(op: NewOp) -> onnx.NodeProto:
-    node = helper.make_node(op.kind, list(op.inputs), [op.output], name=op.output)
+    node = helper.make_node(op.kind, list(op.inputs), [op.output], name=f"oxidize/{op.output}")  # no node may share it
     node.attribute.extend(helper.make_attribute(name, value) for name, value in op.numbers.items())
     return node
 

@@ -174,7 +174,7 @@ def _download(name: str, offline: bool, revision: str | None) -> Path:
         from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
     except ImportError:
         raise CheckpointError(f"reading {name} from the hub needs: pip install 'oxidize-ort[export]'") from None
-    patterns = ["*.json", "*.jinja", "merges.txt", "tokenizer.model", "model*.safetensors"]
+    patterns = ["*.json", "*.jinja", "merges.txt", "tokenizer.model", "model*.safetensors", "medusa*.safetensors"]
     try:
         return Path(snapshot_download(name, revision=revision, allow_patterns=patterns, local_files_only=offline))
     except LocalEntryNotFoundError:

@@ -1,37 +1,31 @@
 """What passes of the target and drafts of each k cost here: measured once, remembered outside the bundle.
 
-Every model is timed by `Target.forward` alone, on rows that are taken back at once, behind whatever its slot 0 holds.
-The widths take turns, so that a drift of the machine meets all of them, and the lower quartile of each width's times
-counts: a busy machine only ever adds to a time, so the high ones are noise, while a minimum would favour the widths
-that were timed more often.
+Target and draft models are timed by `Target.forward` alone, on rows that are taken back at once, behind whatever slot 0
+holds; drafts that read the target's rows by whole proposals. The widths take turns, so that a drift of the machine
+meets all of them, and the lower quartile of each width's times counts: a busy machine only ever adds to a time, so the
+high ones are noise, while a minimum would favour the widths that were timed more often.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from time import perf_counter
 
-import numpy as np
-
 from .calibration_store import Measurement, measurement_key, recall, remember
 from .costs import CostCurve
+from .drafters.base import Drafter
+from .drafters.draft_model import DraftModel
 from .machine import describe_machine, scheduled_ns
 from .memory import undisturbed
+from .meters import Clock, Effort, Meter, PassMeter, ProposalMeter
 from .session import RuntimeOptions
-from .target import Rows, Target
+from .target import Target
 
 FIRST_RUN_S = 0.35  # budget of the silent calibration
 _ROUNDS = 20  # more make no better quartile
 _FEWEST_ROUNDS = 2  # that should fit, even if the budget must grow
 _LONGEST_S = 1.2  # that these rounds may take
 _GOOD_ROUNDS = 3  # that a further width must leave time for
-_CONTEXT = 200  # rows in the cache behind a timed pass
-_TARGET_WIDTHS = (1, 2, 4, 8)
-_FURTHER_WIDTHS = (16, 3, 6, 12, 24, 32)  # by importance
-_DRAFT_WIDTHS = (1, 2)
-
-Clock = Callable[[], float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,109 +48,73 @@ class Calibration:
 
 
 def calibrate(
-    target: Target, drafts: Mapping[str, Target], budget_s: float = FIRST_RUN_S, clock: Clock = perf_counter
+    target: Target, drafters: Sequence[Drafter], budget_s: float = FIRST_RUN_S, clock: Clock = perf_counter
 ) -> Calibration:
     """Measure for about `budget_s` seconds, or longer as `measure` explains. Remembers nothing.
 
-    Slot 0 of each model needs room for one row and is left as it was. Counters of passes and of time in ONNX Runtime
-    go on counting, as for any other pass; whoever reports them takes differences.
+    Slot 0 of each model needs room for one row and is left as it was. Drafters must not have seen a text, and have seen
+    none afterwards; free ones are left out. Counters of passes and of time in ONNX Runtime go on counting, as for any
+    other pass; whoever reports them takes differences.
     """
-    meters = [Meter(target, True, clock), *(Meter(draft, False, clock) for draft in drafts.values())]
+    costly = _costly(drafters)
+    meters = _meters(target, costly, clock)
     effort = measure(meters, budget_s, clock)
-    return _combine([meter.result(effort, budget_s) for meter in meters], drafts)
+    return _combine([meter.result(effort, budget_s) for meter in meters], costly)
 
 
 def load_or_calibrate(
     target: Target,
-    drafts: Mapping[str, Target],
+    drafters: Sequence[Drafter],
     options: RuntimeOptions,
     cache: Path | None,
     budget_s: float = FIRST_RUN_S,
     refresh: bool = False,
 ) -> Calibration:
-    """What the folder `cache` remembers of these models under these options; what it lacks is measured and kept.
+    """What the folder `cache` remembers of target and drafters under these options; what it lacks is measured and kept.
 
-    A model is measured again when `refresh` is set, or when less time than `budget_s` was allowed then. Without a
-    folder, or with one that cannot be written, the result is only returned.
+    A part is measured again when `refresh` is set, or when less time than `budget_s` was allowed then. Without a
+    folder, or with one that cannot be written, the result is only returned; so is that of a drafter from elsewhere than
+    a bundle. See `calibrate` for what is asked of the drafters.
     """
-    machine, models = describe_machine(), [target, *drafts.values()]
-    keys = [measurement_key(model, index == 0, options, machine) for index, model in enumerate(models)]
+    costly = _costly(drafters)
+    keys = _keys(target, costly, options)
     known = {} if refresh else {index: part for index, key in enumerate(keys) if (part := recall(cache, key, budget_s))}
-    meters = {index: Meter(model, index == 0) for index, model in enumerate(models) if index not in known}
-    if meters:
-        effort = measure(list(meters.values()), budget_s)
-        for index, meter in meters.items():
-            known[index] = meter.result(effort, budget_s)
+    meters = _meters(target, costly, perf_counter)
+    missing = [index for index in range(len(meters)) if index not in known]
+    if missing:
+        effort = measure([meters[index] for index in missing], budget_s)
+        for index in missing:
+            known[index] = meters[index].result(effort, budget_s)
             remember(cache, keys[index], known[index])
-    return _combine([known[index] for index in range(len(models))], drafts)
+    return _combine([known[index] for index in range(len(meters))], costly)
 
 
-@dataclass(frozen=True, slots=True)
-class Effort:
-    """Seconds it took to measure, and the share of waiting, see `Calibration`."""
-
-    seconds: float
-    waited: float
+def _costly(drafters: Sequence[Drafter]) -> list[Drafter]:
+    return [drafter for drafter in drafters if not drafter.free]
 
 
-class Meter:
-    """Times passes of one model, and remembers them by width."""
+def _meters(target: Target, drafters: Sequence[Drafter], clock: Clock) -> list[Meter]:
+    """That of the target, then those of the drafters."""
+    return [
+        PassMeter(target, True, clock),
+        *(
+            PassMeter(each.model, False, clock) if isinstance(each, DraftModel) else ProposalMeter(target, each, clock)
+            for each in drafters
+        ),
+    ]
 
-    def __init__(self, model: Target, is_target: bool, clock: Clock = perf_counter) -> None:
-        self._model, self._clock = model, clock
-        self._start = model.cache.lengths[0]
-        room = model.context - self._start
-        base, further = (_TARGET_WIDTHS, _FURTHER_WIDTHS) if is_target else (_DRAFT_WIDTHS, ())
-        self.widths = [width for width in base if width <= room]
-        self.further = [width for width in further if width <= room]
-        free = min(model.context, model.cache.capacity) - self._start
-        self.context = max(0, min(_CONTEXT, free - max([*self.widths, *self.further])))
-        self._first: dict[int, float] = {}
-        self._times: dict[int, list[float]] = {}
 
-    def start(self) -> None:
-        """One pass for what the first of a process pays for. It counts nowhere."""
-        self._time(min(self.widths))
+def _keys(target: Target, drafters: Sequence[Drafter], options: RuntimeOptions) -> list[dict[str, str] | None]:
+    """Under which the parts are kept; None for a drafter that no manifest knows."""
+    machine, inside = describe_machine(), {entry.name: entry for entry in target.bundle.manifest.drafts}
 
-    def warm_up(self, width: int) -> None:
-        """The first pass of a width pays for its bindings; it counts only where time was left for no other."""
-        self._first[width] = self._time(width)
+    def key(drafter: Drafter) -> dict[str, str] | None:
+        if isinstance(drafter, DraftModel):
+            return measurement_key(drafter.model, "draft", options, machine)
+        entry = inside.get(drafter.name)
+        return measurement_key(target, "proposal", options, machine, entry) if entry is not None else None
 
-    def run(self, width: int) -> None:
-        """A pass that counts."""
-        self._times.setdefault(width, []).append(self._time(width))
-
-    def expected(self, width: int) -> float:
-        """Milliseconds the next pass of `width` rows will take: as many as the last, or a guess from other widths."""
-        if width in self._times:
-            return self._times[width][-1]
-        return self._first[width] if width in self._first else self._curve().at(width)
-
-    def result(self, effort: Effort, budget_s: float) -> Measurement:
-        """What was measured, with this effort of the `budget_s` seconds allowed."""
-        rows, ms = zip(*self._curve().points, strict=True)
-        moment = datetime.now(UTC).isoformat(timespec="seconds")
-        return Measurement(rows, ms, moment, effort.seconds, budget_s, self.context, effort.waited)
-
-    def _curve(self) -> CostCurve:
-        quartiles = {width: float(np.quantile(times, 0.25)) for width, times in self._times.items()}
-        return CostCurve.rising(self._first | quartiles)
-
-    def _time(self, width: int) -> float:
-        """Milliseconds of one pass of `width` rows, all scored and then taken back.
-
-        The rows before it are only declared to be there: what a cache holds makes no difference to its cost, and a
-        prefill would take longer than all that is measured.
-        """
-        model = self._model
-        tokens = [(7 * index) % model.token_count for index in range(width)]
-        model.cache.advance(0, self.context)
-        try:
-            begin = self._clock()
-            model.forward([Rows(0, tokens, width)])
-            return 1e3 * (self._clock() - begin)
-        finally:
-            model.cache.rewind_to(0, self._start)
+    return [measurement_key(target, "target", options, machine), *map(key, drafters)]
 
 
 def measure(meters: Sequence[Meter], budget_s: float, clock: Clock = perf_counter) -> Effort:
@@ -211,10 +169,13 @@ def _widen(meter: Meter, meters: Sequence[Meter], end: float, clock: Clock) -> N
         meter.widths.append(width)
 
 
-def _combine(parts: Sequence[Measurement], names: Iterable[str]) -> Calibration:
-    """The target's part and those of the drafts `names`, as one."""
+def _combine(parts: Sequence[Measurement], drafters: Sequence[Drafter]) -> Calibration:
+    """The target's part and those of the drafters, as one."""
     target, *rest = parts
-    drafts = {name: draft_curve(part.curve()) for name, part in zip(names, rest, strict=True)}
+    drafts = {
+        drafter.name: draft_curve(part.curve()) if isinstance(drafter, DraftModel) else part.curve()
+        for drafter, part in zip(drafters, rest, strict=True)
+    }
     moment, seconds = min(part.measured_at for part in parts), max(part.seconds for part in parts)
     return Calibration(target.curve(), drafts, moment, seconds, target.context, max(part.waited for part in parts))
 

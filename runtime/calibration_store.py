@@ -7,6 +7,7 @@ written.
 import hashlib
 import json
 import os
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime, timedelta
@@ -15,7 +16,7 @@ from pathlib import Path
 from .costs import CostCurve
 from .errors import BundleError
 from .machine import Machine
-from .manifest import Manifest
+from .manifest import DraftEntry, GraphEntry, Manifest
 from .schema import decode, read_json
 from .session import RuntimeOptions
 from .target import Target
@@ -30,7 +31,8 @@ _BUSY_FOR = timedelta(hours=1)  # ... and how long it is used all the same
 class Measurement:
     """Times of passes of one model: `ms[i]` milliseconds for `rows[i]` rows, ascending in both.
 
-    The other fields are those of `Calibration`; budget_s is how many seconds were allowed.
+    Of a draft that is timed by whole proposals, `rows` are the tokens proposed. The other fields are those of
+    `Calibration`; budget_s is how many seconds were allowed.
     """
 
     rows: tuple[int, ...]
@@ -55,14 +57,20 @@ class _File:
     measurement: Measurement
 
 
-def measurement_key(model: Target, is_target: bool, options: RuntimeOptions, machine: Machine) -> dict[str, str]:
-    """All on which the cost of this model's passes depends, by name."""
+def measurement_key(
+    model: Target, use: str, options: RuntimeOptions, machine: Machine, draft: DraftEntry | None = None
+) -> dict[str, str]:
+    """All on which the cost depends of this model's passes ("target", "draft"), or of proposals, by name.
+
+    A `draft` that proposes with the model's embed and head adds what it is.
+    """
     manifest = model.bundle.manifest
     on_cpu = model.provider == "cpu"
-    return {
-        "weights": _weights_digest(manifest),
+    own = {"draft": _draft_digest(manifest, draft)} if draft is not None else {}
+    return own | {
+        "weights": _weights_digest(manifest, manifest.graphs),
         "precision": manifest.precision,
-        "use": "target" if is_target else "draft",
+        "use": use,
         "slots": str(model.slots),
         "floor": str(model.floor),
         "provider": model.provider,
@@ -77,12 +85,12 @@ def measurement_key(model: Target, is_target: bool, options: RuntimeOptions, mac
     }
 
 
-def recall(cache: Path | None, key: dict[str, str], budget_s: float) -> Measurement | None:
+def recall(cache: Path | None, key: dict[str, str] | None, budget_s: float) -> Measurement | None:
     """The measurement kept under `key`, if there is one that is whole and was allowed `budget_s` seconds or more.
 
     One from a busy machine is forgotten after an hour: until then it spares every start the measuring.
     """
-    if cache is None:
+    if cache is None or key is None:
         return None
     try:
         file = decode(_File, read_json(_path(cache, key)), "calibration")
@@ -93,9 +101,9 @@ def recall(cache: Path | None, key: dict[str, str], budget_s: float) -> Measurem
     return found if ours and found.budget_s >= budget_s and _is_sound(found) and _is_current(found) else None
 
 
-def remember(cache: Path | None, key: dict[str, str], measurement: Measurement) -> None:
-    """Keep a measurement under `key`, in place of an older one."""
-    if cache is None:
+def remember(cache: Path | None, key: dict[str, str] | None, measurement: Measurement) -> None:
+    """Keep a measurement under `key`, in place of an older one; without folder or key, do nothing."""
+    if cache is None or key is None:
         return
     path = _path(cache, key)
     temporary = path.with_suffix(f".{os.getpid()}")
@@ -113,11 +121,17 @@ def _path(cache: Path, key: dict[str, str]) -> Path:
     return cache / _FOLDER / f"{digest[:32]}.json"
 
 
-def _weights_digest(manifest: Manifest) -> str:
-    """Of the hashes of every graph and its weights."""
-    names = sorted({name for graph in manifest.graphs for name in (graph.file, *graph.data)})
+def _weights_digest(manifest: Manifest, graphs: Sequence[GraphEntry]) -> str:
+    """Of the hashes of graphs and their weights."""
+    names = sorted({name for graph in graphs for name in (graph.file, *graph.data)})
     lines = [f"{name} {manifest.files[name].sha256}\n" for name in names]
     return hashlib.sha256("".join(lines).encode()).hexdigest()
+
+
+def _draft_digest(manifest: Manifest, draft: DraftEntry) -> str:
+    """Of all that is the draft's own: graphs, weights, facts such as the size of its block."""
+    facts = json.dumps(asdict(draft.neural), sort_keys=True) if draft.neural is not None else ""
+    return hashlib.sha256(f"{facts}\n{_weights_digest(manifest, draft.graphs)}".encode()).hexdigest()
 
 
 def _is_sound(measurement: Measurement) -> bool:

@@ -123,14 +123,16 @@ def draft_contract(shape: DraftShape) -> GraphContract:
     `recycled`) beside the embeddings of the tokens that follow.
     Outputs `hidden` [1,S,H], to be scored by a head, the target's or the draft's own; "eagle3" and "mtp" also
     `recycled` [1,S,H].
-    "medusa" keeps nothing: `features` [1,1,F] of the row before the anchor -> `logits` [1,heads,V], of the tokens
-    behind the anchor, one row each.
+    "medusa" keeps nothing: `features` [1,1,F] of the row before the anchor -> `logits` [1,heads,Vd] of the tokens
+    behind the anchor, one row each, or `hidden` [1,heads,H] where the target's head scores them.
     """
     if shape.kind == "medusa":
+        own = shape.draft_vocab_size
+        rows = ("B", shape.heads, own or shape.hidden_size)
         return GraphContract(
             "draft",
             (TensorSpec("features", shape.dtype, ("B", 1, shape.feature_size)),),
-            (TensorSpec("logits", "float32", ("B", shape.heads, shape.vocab_size)),),
+            (TensorSpec("logits", "float32", rows) if own else TensorSpec("hidden", shape.dtype, rows),),
         )
     block = ("B", "S", shape.hidden_size)
     if shape.kind == "dflash":

@@ -11,7 +11,7 @@ from .generation import Emission, Generation
 from .laws import Constraint, Laws
 from .logprobs import LogprobsParams
 from .loop import GRAMMAR, TargetModel, generate
-from .policy import PassCost, Policy, PolicyConfig, Source, prior_cost
+from .policy import HOPE, PassCost, Policy, PolicyConfig, Source, prior_cost
 from .processors import Controls, Processors
 from .sampling import SamplingParams
 from .stats import SpeculativeStats
@@ -131,6 +131,7 @@ class SpeculativeDecoder:
         self._cost = self._pass_cost()
         self._draft_passes = 0  # of the drafters, when the current text began
         self._observed: list[int] = []  # the text the drafters saw
+        self._hopes: dict[str, float] = {}  # by drafter, what the last text taught about its acceptance
 
     def generate(
         self, prompt: Sequence[int], params: SamplingParams | None = None, eos: Collection[int] = ()
@@ -160,6 +161,7 @@ class SpeculativeDecoder:
             raise
         finally:
             generation.stats.draft_forward_passes = self._passes() - self._draft_passes
+            self._hopes |= generation.policy.hopes()
 
     def _start(
         self,
@@ -202,7 +204,10 @@ class SpeculativeDecoder:
         bounds = PolicyConfig(config.draft_tokens_per_step, config.min_acceptance_rate, config.adaptive)
         forced = [Source(GRAMMAR, free=True)] if grammar and config.draft_tokens_per_step else []
         curves = self._calibration.drafts if self._calibration is not None else {}
-        sources = [Source(drafter.name, drafter.free, curves.get(drafter.name)) for drafter in drafters]
+        sources = [
+            Source(drafter.name, drafter.free, curves.get(drafter.name), self._hopes.get(drafter.name, HOPE))
+            for drafter in drafters
+        ]
         return Policy(bounds, self._cost, [*forced, *sources])
 
     def _forget(self) -> None:

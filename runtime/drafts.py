@@ -8,6 +8,7 @@ from .drafters.base import Drafter
 from .drafters.draft_model import DraftModel
 from .drafters.ngram import NgramDrafter
 from .errors import UsageError
+from .manifest import DraftEntry
 from .session import RuntimeOptions
 from .target import Target
 
@@ -19,17 +20,28 @@ def open_drafters(
     cache: Path | None,
     target: Target | None = None,
     mtp: bool = True,
+    force: bool = False,
 ) -> tuple[Drafter, ...]:
     """The drafters of these names, in order: "ngram", names of drafts inside the bundle, folders of other bundles.
 
     "auto" stands for lookup and the bundle's first draft, "none" for nothing; `mtp` false leaves MTP heads out of
-    "auto". Drafts that read the target's rows share the embed and head of `target`; without one they open their own.
+    "auto", and `force` brings in drafts that were made for another target, which are refused otherwise. Drafts that
+    read the target's rows share the embed and head of `target`; without one they open their own.
     Raises UsageError for an unknown name and for a draft with another vocabulary.
     """
-    drafts = [draft.name for draft in bundle.manifest.drafts if mtp or draft.kind != "mtp"]
+    usable = [draft for draft in bundle.manifest.drafts if mtp or draft.kind != "mtp"]
+    drafts = [draft.name for draft in usable if force or mismatch(draft) is None]
     standing = {"none": [], "auto": ["ngram", *drafts[:1]]}
     wanted = [each for name in names for each in standing.get(name, [name])]
+    for draft in bundle.manifest.drafts:
+        if draft.name in wanted and mismatch(draft) and not force:
+            raise UsageError(f"draft {draft.name!r} was {mismatch(draft)}; --force-dflash uses it all the same")
     return tuple(_open(bundle, name, options, cache, target) for name in dict.fromkeys(wanted))
+
+
+def mismatch(draft: DraftEntry) -> str | None:
+    """For what other target a draft of a bundle was made, if it was forced upon this one."""
+    return draft.neural.mismatch if draft.neural is not None else None
 
 
 def _open(bundle: Bundle, name: str, options: RuntimeOptions, cache: Path | None, target: Target | None) -> Drafter:

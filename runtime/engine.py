@@ -8,11 +8,9 @@ from typing import Any
 
 from .answer import Answer, Delta
 from .bundle import Bundle, HashCheck, open_bundle
-from .calibration import Calibration, load_or_calibrate
+from .calibration import load_or_calibrate
 from .chat import ChatTemplate
 from .decoder import SpeculativeConfig, SpeculativeDecoder, Wishes, check_prompt
-from .drafters.base import Drafter
-from .drafters.draft_model import DraftModel
 from .drafts import open_drafters
 from .grammar import GrammarCompiler
 from .processors import Controls
@@ -31,7 +29,7 @@ class EngineOptions:
         drafts inside the bundle, folders of other bundles.
     exact: never run a pass of fewer than two rows, see `Target`.
     cache: a folder for what is worth remembering between runs.
-    mtp: whether the checkpoint's own MTP head may draft.
+    mtp: whether the checkpoint's own MTP head may draft. force: whether drafts made for another target may.
     """
 
     runtime: RuntimeOptions = field(default_factory=RuntimeOptions)
@@ -39,6 +37,7 @@ class EngineOptions:
     exact: bool = False
     cache: Path | None = None
     mtp: bool = True
+    force: bool = False
 
 
 class Engine:
@@ -49,21 +48,18 @@ class Engine:
         self.bundle = bundle
         self.target = Target(bundle, options.runtime, floor=2 if options.exact else 1)
         names = [options.draft] if isinstance(options.draft, str) else options.draft
-        drafters = open_drafters(bundle, names, options.runtime, options.cache, self.target, options.mtp)
+        drafters = open_drafters(bundle, names, options.runtime, options.cache, self.target, options.mtp, options.force)
         self.tokenizer = Tokenizer.load(bundle.folder, bundle.manifest.tokenizer)
         self.has_template = bundle.manifest.tokenizer.chat_template is not None
         check.result()
-        calibration = self._calibrate(drafters, options) if drafters and options.cache else None
+        wanted = bool(drafters and options.cache)
+        calibration = load_or_calibrate(self.target, drafters, options.runtime, options.cache) if wanted else None
         self.decoder = SpeculativeDecoder(self.target, drafters, calibration=calibration)
 
     @classmethod
     def open(cls, folder: str | Path, options: EngineOptions | None = None) -> "Engine":
         """Open the bundle in `folder`."""
         return cls(open_bundle(folder), options or EngineOptions())
-
-    def _calibrate(self, drafters: Sequence[Drafter], options: EngineOptions) -> Calibration:
-        models = {drafter.name: drafter.model for drafter in drafters if isinstance(drafter, DraftModel)}
-        return load_or_calibrate(self.target, models, options.runtime, options.cache)
 
     @property
     def stats(self) -> SpeculativeStats:

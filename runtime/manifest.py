@@ -12,36 +12,13 @@ from pathlib import Path, PurePosixPath
 from reprlib import repr as brief
 from typing import Any
 
-from .contracts import (
-    PROFILES,
-    BodyShape,
-    DraftShape,
-    GraphContract,
-    body_contract,
-    draft_contract,
-    embed_contract,
-    fuse_contract,
-    head_contract,
-    markov_contract,
-    select_contract,
-)
+from .contracts import GraphContract
 from .errors import BundleError
+from .manifest_checks import check_draft, check_facts, check_graphs
 from .schema import decode, read_json
 
 SCHEMA_VERSION = 1
 MANIFEST_NAME = "manifest.json"
-_COUNTS = (
-    "layers",
-    "hidden_size",
-    "heads",
-    "kv_heads",
-    "head_dim",
-    "vocab_size",
-    "token_count",
-    "max_positions",
-)
-_ACTIVATIONS = ("float32", "float16")
-NEURAL_KINDS = ("dflash", "eagle3", "mtp", "medusa")
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +95,8 @@ class NeuralDraft:
     row 0 of a block predicts too. draft_vocab_size, d2t: rows of its own head, and the file (int64, little endian) with
     the target id of each; null where the target's head, or the target's ids, are used. causal, sliding_causal: whether
     rows of a block see earlier rows of it only, in full and in sliding layers. choices: tokens per row of the "select"
-    graph. layers, kv_heads and head_dim are 0 for "medusa", which keeps no KV.
+    graph. layers, kv_heads and head_dim are 0 for "medusa", which keeps no KV. mismatch: for what other target it was
+    made, if it was forced upon this one.
     """
 
     layers: int
@@ -138,6 +116,7 @@ class NeuralDraft:
     causal: bool = False
     sliding_causal: bool = True
     choices: int | None = None
+    mismatch: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,10 +197,10 @@ def parse_manifest(raw: Any) -> Manifest:
     for name in (*manifest.files, *(draft.folder for draft in manifest.drafts)):
         check_relative(name)
     _check_listed(manifest)
-    _check_facts(manifest.model)
-    _check_graphs(manifest)
+    check_facts(manifest.model)
+    check_graphs(manifest)
     for draft in manifest.drafts:
-        _check_draft(manifest, draft)
+        check_draft(manifest, draft)
     return manifest
 
 
@@ -272,123 +251,6 @@ def _check_listed(manifest: Manifest) -> None:
             raise BundleError(
                 f"manifest names {brief(name)} for {brief(purpose)} but does not list its hash; export the bundle again"
             )
-
-
-def _check_facts(facts: ModelFacts) -> None:
-    for name in _COUNTS:
-        value = getattr(facts, name)
-        if not 1 <= value < 1 << 31:
-            raise BundleError(f"manifest.model.{name} must be a positive number, not {value}; export the bundle again")
-    if facts.token_count > facts.vocab_size:
-        raise BundleError(
-            f"manifest.model has {facts.token_count} tokens in a vocabulary of {facts.vocab_size}; "
-            "export the bundle again"
-        )
-
-
-def _check_graphs(manifest: Manifest) -> None:
-    """Buffers are sized after the facts and filled by the graphs, so both must say the same."""
-    for graph in manifest.graphs:
-        if graph.contract != _expected_contract(manifest, graph):
-            raise BundleError(
-                f"the contract of graph {brief(graph.file)} is not that of a {brief(graph.role)} graph "
-                f"(profile {brief(graph.profile)}) of this model; export the bundle again"
-            )
-    kinds = {(graph.role, graph.profile, graph.ragged) for graph in manifest.graphs}
-    if len(kinds) < len(manifest.graphs) or len({_activations(graph) for graph in manifest.graphs}) > 1:
-        raise BundleError(
-            "the manifest's graphs contradict each other: two of one kind, or of different types; "
-            "export the bundle again"
-        )
-
-
-def _expected_contract(manifest: Manifest, graph: GraphEntry) -> GraphContract | None:
-    """The contract that role and profile demand for this model; None when there can be none."""
-    facts, dtype = manifest.model, _activations(graph)
-    if graph.profile not in PROFILES or dtype not in _ACTIVATIONS:
-        return None
-    if graph.role == "embed":
-        return embed_contract(facts.hidden_size, dtype)
-    if graph.role == "head":
-        return head_contract(facts.hidden_size, facts.vocab_size, dtype)
-    names = {spec.name for spec in graph.contract.inputs}
-    sliding = "attn_mask_sliding" in names
-    if graph.role != "body" or len(names) < facts.layers or (sliding and facts.sliding_window is None):
-        return None
-    shape = BodyShape(facts.hidden_size, facts.layers, facts.kv_heads, facts.head_dim, dtype, manifest.taps, sliding)
-    return body_contract(shape, graph.profile, graph.ragged)
-
-
-def _check_draft(manifest: Manifest, draft: DraftEntry) -> None:
-    """A draft that reads the target's rows: facts in range, graphs of the contracts these facts demand."""
-    neural = draft.neural
-    if (draft.kind == "model") != (neural is None) or draft.kind not in ("model", *NEURAL_KINDS):
-        raise BundleError(f"draft {brief(draft.name)} of kind {brief(draft.kind)} cannot be read; update oxidize")
-    if neural is None:
-        return
-    cache = (neural.layers, neural.kv_heads, neural.head_dim)
-    counts = (neural.hidden_size, neural.feature_size, neural.max_positions, neural.block_size)
-    counts += cache if draft.kind != "medusa" else ()
-    vocabulary = manifest.model.vocab_size
-    good = all(1 <= count < 1 << 31 for count in counts)
-    good = good and (neural.choices is None or 1 <= neural.choices <= vocabulary)
-    good = good and all(0 <= tap < manifest.model.layers for tap in neural.taps)
-    good = good and (neural.mask_token_id is None or 0 <= neural.mask_token_id < vocabulary)
-    if not good:
-        raise BundleError(f"the facts of draft {brief(draft.name)} are out of range; export the bundle again")
-    for graph in draft.graphs:
-        if graph.contract != _expected_draft_contract(draft.kind, neural, vocabulary, graph):
-            raise BundleError(
-                f"the contract of graph {brief(graph.file)} is not that of a {brief(graph.role)} graph of draft "
-                f"{brief(draft.name)}; export the bundle again"
-            )
-
-
-_DRAFT_CONTRACTS = {
-    "draft": draft_contract,
-    "fuse": fuse_contract,
-    "select": select_contract,
-    "markov": markov_contract,
-}
-
-
-def _expected_draft_contract(
-    kind: str, neural: NeuralDraft, vocabulary: int, graph: GraphEntry
-) -> GraphContract | None:
-    inputs = {spec.name: spec for spec in graph.contract.inputs}
-    outputs = {spec.name for spec in graph.contract.outputs}
-    specs = (*graph.contract.inputs, *graph.contract.outputs)
-    dtype = next((spec.dtype for spec in specs if spec.dtype in _ACTIVATIONS), "")
-    if not dtype or (graph.role == "draft" and len(inputs) < neural.layers):
-        return None
-    if graph.role == "embed":
-        return embed_contract(neural.hidden_size, dtype)
-    if graph.role == "head":
-        return head_contract(neural.hidden_size, neural.draft_vocab_size or 0, dtype)
-    if graph.role not in _DRAFT_CONTRACTS or (graph.role == "select") > (neural.choices is not None):
-        return None
-    shape = DraftShape(
-        kind=kind,
-        hidden_size=neural.hidden_size,
-        layers=neural.layers,
-        kv_heads=neural.kv_heads,
-        head_dim=neural.head_dim,
-        feature_size=neural.feature_size,
-        vocab_size=vocabulary,
-        draft_vocab_size=neural.draft_vocab_size,
-        sliding="attn_mask_sliding" in inputs,
-        heads=neural.block_size - 1,
-        choices=neural.choices,
-        confident="confidence" in outputs,
-        dtype=dtype,
-    )
-    return _DRAFT_CONTRACTS[graph.role](shape)
-
-
-def _activations(graph: GraphEntry) -> str:
-    """The type of the hidden states the graph takes or gives."""
-    types = {spec.name: spec.dtype for spec in (*graph.contract.inputs, *graph.contract.outputs)}
-    return types.get("hidden", types.get("inputs_embeds", ""))
 
 
 def _check_files(folder: Path, manifest: Manifest) -> None:

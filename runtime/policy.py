@@ -8,9 +8,9 @@ from enum import StrEnum
 
 from .costs import CostCurve
 from .estimates import PassCost, expected_kept, prior_cost
-from .probing import Ledger, Track
+from .probing import HOPE, Ledger, Track
 
-__all__ = ["Offer", "PassCost", "Plan", "Policy", "PolicyConfig", "Source", "State", "prior_cost"]
+__all__ = ["HOPE", "Offer", "PassCost", "Plan", "Policy", "PolicyConfig", "Source", "State", "prior_cost"]
 
 _RELIEF = 0.97  # a computed draft in use is given up when it decodes at less than this speed of plain decoding
 _CLEARLY = 0.75  # ... or when its acceptance is under this share of the floor
@@ -33,11 +33,13 @@ class Source:
 
     free: proposing costs next to nothing; what it proposes is at hand when `plan` is called, as an Offer.
     draft: calibrated milliseconds of proposing k tokens, if it costs something and that is known.
+    hope: the chance that its first token is kept, as earlier texts may have taught (see `Policy.hopes`).
     """
 
     name: str
     free: bool
     draft: CostCurve | None = None
+    hope: float = HOPE
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +116,9 @@ class Policy:
         self.config, self.cost = config, cost
         self.state = State.PREFILL
         self.reason = ""
-        self._tracks = {source.name: Track(source.name, source.free, source.draft, config.max_k) for source in sources}
+        self._tracks = {
+            source.name: Track(source.name, source.free, source.draft, config.max_k, source.hope) for source in sources
+        }
         self._computed = [track for track in self._tracks.values() if not track.free]
         self._ledger = Ledger()
         self._probing = False
@@ -132,6 +136,10 @@ class Policy:
     def finish(self, reason: str) -> None:
         """The sequence is complete."""
         self._enter(State.DONE, reason)
+
+    def hopes(self) -> dict[str, float]:
+        """By name of those whose drafts cost something, what the next text should begin with as `Source.hope`."""
+        return {track.name: track.next_hope() for track in self._computed}
 
     def plan(self, room: int, offers: Sequence[Offer]) -> Plan:
         """Who drafts how many tokens in the round that begins now, at most `room`."""

@@ -13,7 +13,7 @@ _OUTLIER = 16.0  # the most that one booking may lose: beyond, the machine was a
 _PACE = 1.5  # probes follow each other so slowly that so many times their expected loss is given back between them
 _SAME_PRICE = 1.1  # a longer probe is preferred where it costs at most so many times what one token costs
 _CONVINCED = 6  # tokens kept in a row by probes that outweigh all that was known before
-_HOPE, _SURE = 0.7, 0.9  # chance of a computed token before anything was seen; of a forced or convincing one
+HOPE, _SURE = 0.7, 0.9  # chance of a computed token before anything was seen; of a forced or convincing one
 
 
 class Ledger:
@@ -33,12 +33,15 @@ class Ledger:
 
 
 class Track:
-    """What is known of one source: its cost, its acceptance, and, if its drafts cost something, when to probe it."""
+    """What is known of one source: its cost, its acceptance, and, if its drafts cost something, when to probe it.
 
-    def __init__(self, name: str, free: bool, draft: CostCurve | None, max_k: int) -> None:
+    hope: the chance of its first token that a source whose drafts cost something begins with.
+    """
+
+    def __init__(self, name: str, free: bool, draft: CostCurve | None, max_k: int, hope: float = HOPE) -> None:
         self.name, self.free, self._max_k = name, free, max_k
         self.cost = DraftCost(draft)
-        self.by_position = ByPosition(_SURE if free else _HOPE, max_k)
+        self.by_position = ByPosition(_SURE if free else hope, max_k)
         self.by_context = ByContext()
         self.pause: int | None = None  # rounds between the last two times it was asked; None before the second
         self.in_use = False  # it was chosen, and not given up since
@@ -51,6 +54,10 @@ class Track:
     def estimate(self, match_length: int) -> ByPosition | ByContext:
         """The estimate for lookups, or the one for all other proposals."""
         return self.by_context if match_length else self.by_position
+
+    def next_hope(self) -> float:
+        """What to hope for in the next text: half of what this one taught, because texts differ."""
+        return (HOPE + self.by_position.chances(1)[0]) / 2
 
     def ask(self, round_: int, tokens: int) -> None:
         """Note that it is asked in this round, when so many tokens have been generated."""

@@ -96,11 +96,10 @@ class Target:
         count = self._padded(wanted) if wanted else 0
         current = self._prepare(layout, count)
         self._fill(current.inputs, layout, requests)
-        self.sessions["embed"].run(current.bindings["embed"])
-        self.sessions["body"].run(current.bindings["body"])
         if wanted:
             self._choose_rows(current, _row_indices(layout, requests, count))
-            self.sessions["head"].run(current.bindings["head"])
+        for role in ("embed", "body", "head") if wanted else ("embed", "body"):
+            self.sessions[role].run(current.bindings[role])
         self.passes += 1
         starts = ((request.slot - layout.low) * layout.width for request in requests)
         self._spans = [(start, start + len(request.tokens)) for start, request in zip(starts, requests, strict=True)]

@@ -12,7 +12,7 @@ import torch
 from checkpoints import VARIANTS, write_hf_checkpoint
 from safetensors.numpy import load_file, save_file
 from torch import Tensor
-from torch.nn.functional import cross_entropy, linear, silu
+from torch.nn.functional import cross_entropy, linear, pad, silu
 
 from oxidize.export.reference import reference_model
 from oxidize.export.source import open_source
@@ -77,7 +77,25 @@ class Student:
         return linear(x, self.tensors[f"{name}.weight"])
 
     def mlp(self, x: Tensor, layer: str) -> Tensor:
-        x = self.norm(x, f"{layer}.post_attention_layernorm")
+        """With the norm before it, in DFlash 2 between the sides of a convolution."""
+        normed = self.norm(x, f"{layer}.post_attention_layernorm")
+        return self.around(f"{layer}.mlp_conv", lambda rows: self._feed(rows, layer), normed)
+
+    def around(self, name: str, part: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        """A part of a layer over normed rows [*,S,H] of a block, in DFlash 2 between the sides of a convolution."""
+        if f"{name}.base_kernel" not in self.tensors:
+            return part(x)
+        base = self.tensors[f"{name}.base_kernel"]  # [2,taps,H]
+        dynamic = self.project(x, f"{name}.kernel_projection").unflatten(-1, (*base.shape[:2], -1))  # [*,S,2,taps,G]
+        kernels = base + dynamic.repeat_interleave(base.shape[2] // dynamic.shape[-1], dim=-1)
+
+        def convolved(side: int, rows: Tensor) -> Tensor:
+            moved = [pad(rows, (0, 0, tap, 0))[..., : rows.shape[-2], :] for tap in range(base.shape[1])]
+            return torch.stack([kernels[..., side, tap, :] * each for tap, each in enumerate(moved)]).sum(0)
+
+        return convolved(1, part(convolved(0, x)))
+
+    def _feed(self, x: Tensor, layer: str) -> Tensor:
         gate, up = (self.project(x, f"{layer}.mlp.{part}_proj") for part in ("gate", "up"))
         return self.project(silu(gate) * up, f"{layer}.mlp.down_proj")
 
@@ -131,9 +149,17 @@ def dflash_loss(student: Student, lesson: Lesson, dice: torch.Generator) -> Tens
     count = lesson.ids.shape[1] - size
     anchors = torch.randperm(count, generator=dice)[:16] + 1  # [A]
     places = anchors[:, None] + torch.arange(size)  # [A,S]
-    hidden = _block_rows(student, lesson, places)
-    logits = linear(hidden[:, :, 1:], lesson.head)
-    return cross_entropy(logits.flatten(0, 2), lesson.ids[:, places[:, 1:]].flatten())
+    hidden = _block_rows(student, lesson, places)[:, :, 1:]
+    logits, wanted = linear(hidden, lesson.head), lesson.ids[:, places[:, 1:]].flatten()
+    if "candidate_selector.successor_codebook" not in student.tensors:
+        return cross_entropy(logits.flatten(0, 2), wanted)
+    own, before = student.config["dflash_config"], lesson.ids[:, places[:, :-1]]
+    cap = own["final_logit_softcapping"]
+    unary = torch.tanh(logits * own["output_multiplier"] / cap) * cap  # [N,A,S-1,V]
+    codes = {part: student.tensors[f"candidate_selector.{part}_codebook"] for part in ("predecessor", "successor")}
+    given = codes["predecessor"][before] * student.project(hidden, "candidate_selector.hidden_projection")
+    scores = unary + linear(given, codes["successor"])
+    return cross_entropy(unary.flatten(0, 2), wanted) + cross_entropy(scores.flatten(0, 2), wanted)
 
 
 def _block_rows(student: Student, lesson: Lesson, places: Tensor) -> Tensor:
@@ -148,10 +174,13 @@ def _block_rows(student: Student, lesson: Lesson, places: Tensor) -> Tensor:
     turns = places[:, None]  # [A,1,S]
     for index in range(student.config["num_hidden_layers"]):
         name = f"layers.{index}"
-        own = student.norm(x, f"{name}.input_layernorm")
-        k = _join(student.keys(context, name, known), student.keys(own, name, turns))
-        v = _join(student.values(context, name), student.values(own, name))
-        x = x + student.attend(student.queries(own, name, turns), k, v, seen, name)
+
+        def attend(rows: Tensor, name: str = name) -> Tensor:
+            k = _join(student.keys(context, name, known), student.keys(rows, name, turns))
+            v = _join(student.values(context, name), student.values(rows, name))
+            return student.attend(student.queries(rows, name, turns), k, v, seen, name)
+
+        x = x + student.around(f"{name}.attention_conv", attend, student.norm(x, f"{name}.input_layernorm"))
         x = x + student.mlp(x, name)
     return student.norm(x, "norm")
 

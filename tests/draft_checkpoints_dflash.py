@@ -272,6 +272,21 @@ _GGUF_NAMES = {
     "fc": "fc",
     "hidden_norm": "enc.output_norm",
     "norm": "output_norm",
+    "attention_conv.base_kernel": "attn_conv_base",
+    "attention_conv.kernel_projection": "attn_conv_proj",
+    "mlp_conv.base_kernel": "ffn_conv_base",
+    "mlp_conv.kernel_projection": "ffn_conv_proj",
+    "candidate_selector.hidden_projection": "selector_hidden",
+    "candidate_selector.predecessor_codebook": "selector_predecessor",
+    "candidate_selector.successor_codebook": "selector_successor",
+}
+_GGUF_SECOND = {
+    "conv_kernel_size": "conv_kernel_size",
+    "conv_group_size": "conv_group_size",
+    "selector_rank": "selector_rank",
+    "selector_top_k": "selector_top_k",
+    "output_multiplier": "logit_scale",
+    "final_logit_softcapping": "final_logit_softcapping",
 }
 
 
@@ -293,12 +308,7 @@ def write_dflash_gguf(
         if value is not None:
             _add(writer, key, value)
     for name, values in weights_of(config, seed).items():
-        stem, _, kind = name.rpartition(".")
-        if stem.startswith("layers."):
-            _, number, part = stem.split(".", 2)
-            stored = f"blk.{number}.{_GGUF_NAMES[part]}.{kind}"
-        else:
-            stored = f"{_GGUF_NAMES[stem]}.{kind}"
+        stored = _gguf_name(name)
         if values.ndim == 2:
             quantised = gguf.quantize(values, gguf.GGMLQuantizationType.BF16)
             writer.add_tensor(stored, quantised, raw_dtype=gguf.GGMLQuantizationType.BF16)
@@ -311,6 +321,17 @@ def write_dflash_gguf(
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def _gguf_name(name: str) -> str:
+    """llama.cpp's name; base kernels have no ending there, codebooks have one."""
+    stem, kind = name.removesuffix(".weight"), "" if name.endswith("base_kernel") else ".weight"
+    if name.endswith(".bias"):
+        stem, kind = name.removesuffix(".bias"), ".bias"
+    if not stem.startswith("layers."):
+        return f"{_GGUF_NAMES[stem]}{kind}"
+    _, number, part = stem.split(".", 2)
+    return f"blk.{number}.{_GGUF_NAMES[part]}{kind}"
 
 
 def _metadata(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -339,7 +360,9 @@ def _metadata(config: Mapping[str, Any]) -> dict[str, Any]:
         found["dflash.attention.sliding_window"] = config["sliding_window"]
         kinds = [kind == "sliding_attention" for kind in config["layer_types"]]
         found["dflash.attention.sliding_window_pattern"] = kinds
-    return found
+    if "is_causal" in config:
+        found["dflash.attention.causal"] = config["is_causal"]
+    return found | {f"dflash.{_GGUF_SECOND[key]}": own[key] for key in own if key in _GGUF_SECOND}
 
 
 def _add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:

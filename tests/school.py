@@ -28,6 +28,19 @@ DFLASH: dict[str, Any] = {
     "num_hidden_layers": 2,
     "rope_theta": 10000.0,
 }
+DFLASH2: dict[str, Any] = {
+    **DFLASH,
+    "architectures": ["DFlash2DraftModel"],
+    "dflash_config": {
+        **DFLASH["dflash_config"],
+        "conv_group_size": 16,
+        "conv_kernel_size": 2,
+        "final_logit_softcapping": 20.0,
+        "output_multiplier": 0.7,
+        "selector_rank": 12,
+        "selector_top_k": 5,
+    },
+}
 EAGLE: dict[str, Any] = {
     **EAGLE_VARIANTS["specforge"].config,
     "eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 2, 3], "use_aux_hidden_state": True},
@@ -127,13 +140,24 @@ class Graduate:
 
 def teach_dflash(school: School, steps: Sequence[int]) -> Graduate:
     """One that uses the target's ends."""
+    return _teach_block(school, steps, "dflash", DFLASH)
 
+
+def teach_dflash2(school: School, steps: Sequence[int]) -> Graduate:
+    """The same with convolutions, which let everything pass at first, and a selector of paths."""
+    return _teach_block(school, steps, "dflash2", DFLASH2)
+
+
+def _teach_block(school: School, steps: Sequence[int], kind: str, config: Mapping[str, Any]) -> Graduate:
     def write(folder: Path, config: Mapping[str, Any], tensors: Tensors) -> None:
         write_dflash(folder, config, tensors=tensors)
 
-    student = Student(DFLASH, weights_of(DFLASH, 0))
-    stages = school.stages(student, DFLASH["dflash_config"]["target_layer_ids"], dflash_loss, steps)
-    return Graduate(school, "dflash", BLOCK - 1, DFLASH, stages, write)
+    start = weights_of(config, 0)
+    for name, values in start.items():
+        if name.endswith("base_kernel"):
+            values[:, 0] += 1
+    stages = school.stages(Student(config, start), config["dflash_config"]["target_layer_ids"], dflash_loss, steps)
+    return Graduate(school, kind, BLOCK - 1, config, stages, write)
 
 
 def teach_eagle(school: School, steps: Sequence[int]) -> Graduate:

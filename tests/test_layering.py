@@ -19,7 +19,7 @@ DOORS = {
     "onnx_ir": {"export/graph.py"},
     "onnxruntime": set(),  # by name, in runtime/session.py
     "torch": {"export/reference.py"},
-    "optimum": {"export/fallback.py"},
+    "optimum": {"export/optimum.py"},
     "tokenizers": {"runtime/text.py", "export/tokenizer.py", "export/gguf_tokenizer.py", "export/pretokenizers.py"},
     "jinja2": {"runtime/chat.py"},
     "llguidance": {"runtime/grammar.py"},

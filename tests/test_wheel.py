@@ -60,7 +60,7 @@ def test_metadata(wheel: Path) -> None:
     assert entry_points.split() == ["[console_scripts]", "oxidize", "=", "oxidize.cli.main:main"]
     base = {line.partition(">")[0] for line in described.get_all("Requires-Dist") or [] if "extra ==" not in line}
     assert base == {"numpy", "tokenizers", "jinja2", "click", "rich"}
-    assert set(described.get_all("Provides-Extra") or []) == {"cpu", "gpu", "grammar", "export", "dev"}
+    assert set(described.get_all("Provides-Extra") or []) == {"cpu", "gpu", "grammar", "export", "optimum", "dev"}
 
 
 def test_it_works_alone(wheel: Path, tiny_bundle: Callable[..., Path], tmp_path: Path) -> None:

@@ -19,6 +19,8 @@ from ..tensors import ModelTensors, Progress
 from ..weights import WeightSource
 from .profile import DraftProfile
 
+MARKOV, CONFIDENCE = "markov_head", "confidence_head.proj"
+
 
 @dataclass(frozen=True, slots=True)
 class PathSelection:
@@ -38,6 +40,36 @@ class PathSelection:
 
 
 @dataclass(frozen=True, slots=True)
+class MarkovHead:
+    """What DSpark has beside DFlash: the token before a row corrects its logits, and a guess whether the row is kept.
+
+    rank: width of the codes of tokens, from which the correction is a linear map. gated: each entry of a code is
+    weighed, by the row and the code. confident: a linear map of the row says how likely its token is kept;
+    confidence_reads_code: of the row and the code of the token before. confidence_bias: that map has a bias.
+    """
+
+    rank: int
+    gated: bool = False
+    confident: bool = False
+    confidence_reads_code: bool = True
+    confidence_bias: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class MedusaHeads:
+    """How Medusa heads are made: their number, residual blocks in each, and whether these have a bias.
+
+    output: "own" where each head has an output matrix, "one" where they share one of theirs, "target" where they share
+    the target's head.
+    """
+
+    count: int
+    layers: int
+    biased: bool
+    output: str
+
+
+@dataclass(frozen=True, slots=True)
 class DraftConfig:
     """A draft in our own words.
 
@@ -46,6 +78,7 @@ class DraftConfig:
     target_hidden_size: width of one tap. draft_vocab_size: rows of its own head; None where it uses the target's.
     own_embedding: it has a table of its own. layer_causal: for each layer, whether rows of a block see earlier ones
     only. flags: what else the maths of the family depends on, by the names of the family's reader. paths: DFlash 2's.
+    markov: DSpark's. heads: Medusa's.
     """
 
     kind: str
@@ -61,6 +94,8 @@ class DraftConfig:
     layer_causal: tuple[bool, ...] = ()
     flags: dict[str, bool] = field(default_factory=dict)
     paths: PathSelection | None = None
+    heads: MedusaHeads | None = None
+    markov: MarkovHead | None = None
 
     @property
     def feature_size(self) -> int:
@@ -82,13 +117,17 @@ class DraftConfig:
             sliding=any(model.is_sliding(layer) for layer in range(model.layers)),
             heads=self.block_size - 1,
             choices=self.paths.top_k if self.paths is not None else None,
+            confident=self.markov is not None and self.markov.confident,
             dtype=dtype,
         )
 
 
 @dataclass(frozen=True, slots=True)
 class DraftCheckpoint:
-    """An opened draft. Weights have the canonical names of its family; d2t int64 [Vd] are target ids, if it has any."""
+    """An opened draft. Weights have the canonical names of its family; d2t int64 [Vd] are target ids, if it has any.
+
+    mismatch: for what other target it was made, if it was forced upon this one.
+    """
 
     name: str
     revision: str | None
@@ -96,6 +135,7 @@ class DraftCheckpoint:
     weights: WeightSource
     files: tuple[Path, ...]
     d2t: np.ndarray | None = None
+    mismatch: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +170,22 @@ def layer_shapes(model: ModelConfig, width: int | None = None, gated: bool = Fal
     shapes: dict[str, tuple[int, ...]] = {f"{name}.weight": (size,) for name, size in norms.items()}
     shapes |= {f"{name}.weight": (rows, columns) for name, (rows, columns, _) in matrices.items()}
     return shapes | {f"{name}.bias": (rows,) for name, (rows, _, biased) in matrices.items() if biased}
+
+
+def markov_shapes(markov: MarkovHead, model: ModelConfig, rows: int) -> dict[str, tuple[int, ...]]:
+    """Tensors of DSpark's heads. Codes are of the target's tokens, corrections of the `rows` that the draft scores."""
+    rank, hidden = markov.rank, model.hidden_size
+    shapes: dict[str, tuple[int, ...]] = {
+        f"{MARKOV}.markov_w1.weight": (model.vocab_size, rank),
+        f"{MARKOV}.markov_w2.weight": (rows, rank),
+    }
+    if markov.gated:
+        shapes |= {f"{MARKOV}.gate_proj.weight": (rank, hidden + rank), f"{MARKOV}.gate_proj.bias": (rank,)}
+    if markov.confident:
+        shapes[f"{CONFIDENCE}.weight"] = (1, hidden + rank if markov.confidence_reads_code else hidden)
+        if markov.confidence_bias:
+            shapes[f"{CONFIDENCE}.bias"] = (1,)
+    return shapes
 
 
 def write_draft_graphs(

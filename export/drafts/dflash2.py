@@ -7,20 +7,18 @@ from typing import Any
 
 import numpy as np
 
-from oxidize.runtime.errors import CheckpointError
-
 from ..config import ModelConfig
 from ..config_hf import CONFIG_NAME, read_json
 from ..config_keys import Keys
 from ..weights import BlockQuantized, LazyTensor
 from .base import DraftCheckpoint, PathSelection
-from .dflash_common import CODEBOOKS, CONVOLUTIONS, Stated, Warn, assemble
+from .dflash_common import CODEBOOKS, CONVOLUTIONS, Stated, assemble
 from .dflash_hf import ARCHITECTURE as DFLASH
 from .dflash_hf import either, open_tensors, stated_by_hf
 
 ARCHITECTURE = "DFlash2DraftModel"
-_SIZES = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
-_OWN = (*_SIZES, "output_multiplier", "final_logit_softcapping")
+SIZES = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
+_OWN = (*SIZES, "output_multiplier", "final_logit_softcapping")
 _BARE = ("base_kernel", *(f"{part}_codebook" for part in CODEBOOKS))  # stored without the ending ".weight"
 
 
@@ -51,7 +49,7 @@ def recognises_dflash2(raw: Mapping[str, Any]) -> bool:
     return raw.get("architectures") == [ARCHITECTURE]
 
 
-def read_dflash2(folder: Path, target: ModelConfig, forced: Warn | None = None) -> DraftCheckpoint:
+def read_dflash2(folder: Path, target: ModelConfig, force: bool = False) -> DraftCheckpoint:
     """Open a draft for this target; see `dflash_hf.read_dflash`."""
     stated = stated_by_dflash2(read_json(folder / CONFIG_NAME))
     opened = open_tensors(folder, allowed="DFlash2")
@@ -61,7 +59,7 @@ def read_dflash2(folder: Path, target: ModelConfig, forced: Warn | None = None) 
         flat = len(tensor.shape) == 3 and any(f"{part}.base_kernel" in name for part in CONVOLUTIONS)
         stored = FlatTensor(tensor, getattr(tensor, "path", folder)) if flat else tensor
         tensors[f"{name}.weight" if bare else name] = stored
-    return assemble(stated, replace(opened, tensors=tensors), target, forced)
+    return assemble(stated, replace(opened, tensors=tensors), target, force)
 
 
 def stated_by_dflash2(raw: Mapping[str, Any]) -> Stated:
@@ -73,7 +71,7 @@ def stated_by_dflash2(raw: Mapping[str, Any]) -> Stated:
     plain = {key: value for key, value in raw.items() if key not in _OWN}
     plain["dflash_config"] = {key: value for key, value in nested.items() if key not in _OWN}
     stated = stated_by_hf({**plain, "architectures": [DFLASH]})
-    taps, group, rank, top_k = (either(top, inner, key).size(key) for key in _SIZES)
+    taps, group, rank, top_k = (either(top, inner, key).size(key) for key in SIZES)
     paths = PathSelection(
         conv_taps=taps,
         conv_group=group,
@@ -82,16 +80,4 @@ def stated_by_dflash2(raw: Mapping[str, Any]) -> Stated:
         multiplier=either(top, inner, "output_multiplier").number("output_multiplier", 1.0),
         softcap=either(top, inner, "final_logit_softcapping").optional_number("final_logit_softcapping") or None,
     )
-    _check_sizes(paths, stated.model)
     return replace(stated, paths=paths)
-
-
-def _check_sizes(paths: PathSelection, model: ModelConfig) -> None:
-    if model.hidden_size % paths.conv_group:
-        raise CheckpointError(
-            f"{CONFIG_NAME}: conv_group_size {paths.conv_group} does not divide hidden_size {model.hidden_size}"
-        )
-    if paths.top_k > model.vocab_size:
-        raise CheckpointError(
-            f"{CONFIG_NAME}: selector_top_k {paths.top_k} exceeds the vocabulary of {model.vocab_size} rows"
-        )

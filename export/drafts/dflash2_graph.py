@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..layers import Scope, linear
+from ..quantize import BLOCK
 from ..tensors import Projection
 from .base import DraftConfig, PathSelection
 from .dflash_common import SELECTOR
@@ -95,8 +96,12 @@ def _bent(scope: Scope, paths: PathSelection, logits: str) -> str:
 
 
 def _codes(scope: Scope, paths: PathSelection, part: str, tokens: str) -> str:
-    """Rows of a codebook, float32 [N,K,R]."""
+    """Rows of a codebook, float32 [N,K,R]. At precision int4 stored like an embedding table, if in whole blocks."""
     name = f"{SELECTOR}.{part}_codebook"
+    if scope.plan.precision == "int4" and paths.rank % BLOCK == 0:
+        projection = Projection("table", name, (name,), (scope.config.vocab_size,), paths.rank)
+        blocks = scope.tensors.blocks(projection, scope.plan.head_bits)
+        return _float32(scope, scope.profile.gather_blocks(scope.graph, tokens, blocks, f"{part}.codes"))
     table = scope.graph.stored(f"{name}.weight", scope.tensors.table(name, scope.config.vocab_size, paths.rank))
     return _float32(scope, scope.graph.op("Gather", [table, tokens], f"{part}.codes", {"axis": 0}))
 

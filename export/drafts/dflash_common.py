@@ -1,6 +1,6 @@
 """What the readers of DFlash checkpoints share: which variants are refused, strict shapes, fitting the target."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -10,9 +10,8 @@ from oxidize.runtime.errors import CheckpointError, UnsupportedModelError, Usage
 
 from ..config import ModelConfig
 from ..weights import LazyTensor, TensorTable
-from .base import DraftCheckpoint, DraftConfig, PathSelection, layer_shapes
+from .base import DraftCheckpoint, DraftConfig, MarkovHead, PathSelection, layer_shapes, markov_shapes
 
-Warn = Callable[[str], None]
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"  # of the draft's own, if it has them
 CONVOLUTIONS = ("attention_conv", "mlp_conv")
 SELECTOR, CODEBOOKS = "candidate_selector", ("predecessor", "successor")
@@ -58,6 +57,7 @@ class Stated:
     draft_vocab_size: int | None = None
     sample_from_anchor: bool = False
     paths: PathSelection | None = None
+    markov: MarkovHead | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,8 +78,8 @@ def refuse_foreign(names: Iterable[str], where: Path, allowed: str | None = None
         for part, meaning in _FOREIGN.items():
             if part in name and meaning.partition(":")[0] != allowed:
                 raise UnsupportedModelError(
-                    f"{where}: tensor {name} belongs to {meaning}, which this version does not implement; "
-                    "without it the draft would be another one"
+                    f"{where}: tensor {name} belongs to {meaning}, which this version does not read from such a "
+                    "checkpoint; without it the draft would be another one"
                 )
 
 
@@ -90,13 +90,14 @@ def default_taps(target_layers: int, draft_layers: int) -> tuple[int, ...]:
     return tuple(round(1 + i * (target_layers - 4) / (draft_layers - 1)) for i in range(draft_layers))
 
 
-def assemble(stated: Stated, opened: Opened, target: ModelConfig, forced: Warn | None) -> DraftCheckpoint:
+def assemble(stated: Stated, opened: Opened, target: ModelConfig, force: bool) -> DraftCheckpoint:
     """The draft as it fits the target, every tensor checked.
 
-    forced: takes what would be a UsageError although the maths is still defined (--force-dflash). Raises
+    force: go on where the draft was made for another target but is defined for this one too, and note it. Raises
     CheckpointError for a checkpoint that contradicts itself, UsageError for one that does not fit the target.
     """
-    taps = _taps(stated, opened, target, forced)
+    mismatch = _mismatch(stated, opened, target, force)
+    taps = _taps(stated, opened, target)
     head = opened.tensors.get(HEAD)
     draft_vocab = stated.draft_vocab_size or target.vocab_size
     if head is not None and stated.draft_vocab_size is None:
@@ -114,7 +115,9 @@ def assemble(stated: Stated, opened: Opened, target: ModelConfig, forced: Warn |
         own_embedding=EMBEDDING in opened.tensors,
         layer_causal=stated.layer_causal,
         paths=stated.paths,
+        markov=stated.markov,
     )
+    _check_paths(config, opened.where)
     check_tensors(opened, tensor_shapes(config))
     _check_fit(config, opened, target)
     return DraftCheckpoint(
@@ -124,7 +127,20 @@ def assemble(stated: Stated, opened: Opened, target: ModelConfig, forced: Warn |
         weights=TensorTable(str(opened.where), opened.tensors),
         files=opened.files,
         d2t=_target_ids(config, opened, target),
+        mismatch=mismatch,
     )
+
+
+def _check_paths(config: DraftConfig, where: Path) -> None:
+    paths, hidden, rows = config.paths, config.model.hidden_size, config.draft_vocab_size or config.model.vocab_size
+    if paths is None:
+        return
+    if hidden % paths.conv_group:
+        raise CheckpointError(f"{where}: conv_group_size {paths.conv_group} does not divide hidden_size {hidden}")
+    if paths.top_k > rows:
+        raise CheckpointError(f"{where}: selector_top_k {paths.top_k} exceeds the vocabulary of {rows} rows")
+    if paths.multiplier <= 0:
+        raise CheckpointError(f"{where}: logits are multiplied by {paths.multiplier}, expected a positive number")
 
 
 def tensor_shapes(config: DraftConfig) -> dict[str, tuple[int, ...]]:
@@ -149,6 +165,8 @@ def tensor_shapes(config: DraftConfig) -> dict[str, tuple[int, ...]]:
         rank = config.paths.rank
         shapes |= {f"{SELECTOR}.{part}_codebook.weight": (model.vocab_size, rank) for part in CODEBOOKS}
         shapes[f"{SELECTOR}.hidden_projection.weight"] = (rank, hidden)
+    if config.markov is not None:
+        shapes |= markov_shapes(config.markov, model, config.draft_vocab_size or model.vocab_size)
     return shapes
 
 
@@ -190,15 +208,19 @@ def _file(opened: Opened, name: str) -> object:
     return getattr(opened.tensors[name], "path", opened.where)
 
 
-def _taps(stated: Stated, opened: Opened, target: ModelConfig, forced: Warn | None) -> tuple[int, ...]:
-    if stated.target_layers not in (None, target.layers):
-        message = (
-            f"{opened.where} was made for a target of {stated.target_layers} layers, this one has {target.layers}; "
-            "choose the draft of this target"
+def _mismatch(stated: Stated, opened: Opened, target: ModelConfig, force: bool) -> str | None:
+    """For what other target the draft was made, if for another one; a UsageError unless that was to be forced."""
+    if stated.target_layers in (None, target.layers):
+        return None
+    reason = f"made for a target of {stated.target_layers} layers, this one has {target.layers}"
+    if not force:
+        raise UsageError(
+            f"{opened.where} was {reason}; choose the draft of this target, or --force-dflash to try all the same"
         )
-        if forced is None:
-            raise UsageError(f"{message}, or --force-dflash to try all the same")
-        forced(message)
+    return reason
+
+
+def _taps(stated: Stated, opened: Opened, target: ModelConfig) -> tuple[int, ...]:
     taps = stated.taps or default_taps(stated.target_layers or target.layers, stated.model.layers)
     for tap in taps:
         if not 0 <= tap < target.layers:

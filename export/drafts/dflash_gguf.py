@@ -1,4 +1,5 @@
-"""Reads DFlash drafts in GGUF, architecture "dflash": taps counted by the layer they enter, norms as they are."""
+"""Reads DFlash and DFlash 2 drafts in GGUF, architecture "dflash": taps counted by the layer they enter, norms as they
+are. Keys and names are those of llama.cpp's src/models/dflash.cpp."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -14,8 +15,9 @@ from ..config_keys import Keys
 from ..gguf_file import GgufFile, read_gguf
 from ..gguf_source import LAYER_NAMES, GgufTensor, read_integers, rope_factors
 from ..weights import LazyTensor
-from .base import DraftCheckpoint
-from .dflash_common import EMBEDDING, HEAD, Opened, Stated, Warn, assemble, refuse_foreign, with_layout
+from .base import DraftCheckpoint, PathSelection
+from .dflash2 import SIZES, FlatTensor
+from .dflash_common import EMBEDDING, HEAD, SELECTOR, Opened, Stated, assemble, refuse_foreign, with_layout
 from .dflash_hf import block_size, tap_ids, token_id
 
 ARCHITECTURE = "dflash"
@@ -28,7 +30,16 @@ _TOP = {
     "output_norm": "norm",
     "token_embd": EMBEDDING.removesuffix(".weight"),
     "output": HEAD.removesuffix(".weight"),
+    "selector_hidden": f"{SELECTOR}.hidden_projection",
+    "selector_predecessor": f"{SELECTOR}.predecessor_codebook",
+    "selector_successor": f"{SELECTOR}.successor_codebook",
 }
+_LAYER = {
+    **LAYER_NAMES,
+    "attn_conv_proj": "attention_conv.kernel_projection",
+    "ffn_conv_proj": "mlp_conv.kernel_projection",
+}
+_BARE = {"attn_conv_base": "attention_conv.base_kernel", "ffn_conv_base": "mlp_conv.base_kernel"}  # without ".weight"
 # What changes the maths, with the one value that DFlash v1 has.
 _ONLY = {
     **{key: value for key, value in ONLY.items() if key != "attention.causal"},
@@ -42,7 +53,7 @@ def recognises_dflash_gguf(file: GgufFile) -> bool:
     return file.metadata.get("general.architecture") in (ARCHITECTURE, "dflash-draft")
 
 
-def read_dflash_gguf(path: Path, target: ModelConfig, forced: Warn | None = None) -> DraftCheckpoint:
+def read_dflash_gguf(path: Path, target: ModelConfig, force: bool = False) -> DraftCheckpoint:
     """Open a draft for this target; see `dflash_hf.read_dflash`."""
     file = read_gguf(path)
     architecture = file.metadata.get("general.architecture")
@@ -51,8 +62,8 @@ def read_dflash_gguf(path: Path, target: ModelConfig, forced: Warn | None = None
             f"{path}: general.architecture {architecture!r} is another layout than llama.cpp's dflash and not "
             "implemented; convert the draft with llama.cpp's convert_hf_to_gguf.py, or export its safetensors"
         )
-    refuse_foreign((place.name for place in file.tensors), path)
-    return assemble(stated_by_gguf(file, target), _opened(file), target, forced)
+    refuse_foreign((place.name for place in file.tensors), path, allowed="DFlash2")
+    return assemble(stated_by_gguf(file, target), opened_gguf(file), target, force)
 
 
 def stated_by_gguf(file: GgufFile, target: ModelConfig) -> Stated:
@@ -77,19 +88,24 @@ def stated_by_gguf(file: GgufFile, target: ModelConfig) -> Stated:
         tap_convention=_CONVENTION,
         target_hidden_size=keys.optional_integer("target_hidden_size"),
         sample_from_anchor=keys.flag("sample_from_anchor", False),
+        paths=_paths(keys),
     )
     keys.refuse_unread(only=_ONLY)
     return stated
 
 
-def _opened(file: GgufFile) -> Opened:
+def opened_gguf(file: GgufFile) -> Opened:
+    """The tensors under canonical names; one without a counterpart keeps its own."""
     tensors: dict[str, LazyTensor] = {}
     ids = None
     for place in file.tensors:
         if place.name.removesuffix(".weight") == _TARGET_IDS:
             ids = read_integers(file.path, place).astype(np.int64)
         elif place.name != _ROPE_FACTORS:
-            tensors[_canonical(place.name)] = GgufTensor(file.path, place)
+            tensor, bare = GgufTensor(file.path, place), place.name.rpartition(".")[2] in _BARE
+            tensors[_canonical(place.name)] = (
+                FlatTensor(tensor, file.path) if bare and len(place.shape) == 3 else tensor
+            )
     return Opened(name=file.path.name, where=file.path, tensors=tensors, files=(file.path,), d2t=ids)
 
 
@@ -100,9 +116,20 @@ def _canonical(name: str) -> str:
         return f"{_TOP[stem]}.{kind}"
     prefix, _, rest = stem.partition(".")
     number, _, part = rest.partition(".")
-    if prefix == "blk" and number.isdecimal() and part in LAYER_NAMES:
-        return f"layers.{number}.{LAYER_NAMES[part]}.{kind}"
+    if prefix == "blk" and number.isdecimal() and part in _LAYER:
+        return f"layers.{number}.{_LAYER[part]}.{kind}"
+    if prefix == "blk" and rest.isdecimal() and kind in _BARE:
+        return f"layers.{rest}.{_BARE[kind]}.weight"
     return name
+
+
+def _paths(keys: Keys) -> PathSelection | None:
+    """What DFlash 2 has beside DFlash; None where none of its sizes is there. A scale or cap of 0 is none."""
+    if all(keys.get(key) is None for key in SIZES):
+        return None
+    taps, group, rank, top_k = (keys.size(key) for key in SIZES)
+    scale, cap = (keys.optional_number(key) for key in ("logit_scale", "final_logit_softcapping"))
+    return PathSelection(taps, group, rank, top_k, scale or 1.0, cap or None)
 
 
 def _layout(keys: Keys, layers: int) -> tuple[tuple[str, ...], int | None]:

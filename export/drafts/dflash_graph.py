@@ -9,18 +9,20 @@ from functools import partial
 
 import numpy as np
 
-from oxidize.runtime.contracts import draft_contract, select_contract
+from oxidize.runtime.contracts import draft_contract, markov_contract, select_contract
 
 from ..layers import Scope, Stream, gated_mlp, linear, residual_norm, rms_norm
 from ..profiles import Attention
 from ..tensors import Projection
 from .base import DraftConfig, DraftGraph
 from .dflash2_graph import convolve, prepare_convolution, select_graph
+from .dspark_graph import markov_graph
 from .ends import own_ends
 
 
 def dflash_graphs(config: DraftConfig, dtype: str) -> tuple[DraftGraph, ...]:
-    """The graphs of a DFlash draft: "draft"; "embed" and "head" where it has its own, "select" in DFlash 2.
+    """The graphs of a DFlash draft: "draft"; "embed" and "head" where it has its own, "select" in DFlash 2, "markov" in
+    DSpark.
 
     dtype: of activations.
     """
@@ -28,6 +30,8 @@ def dflash_graphs(config: DraftConfig, dtype: str) -> tuple[DraftGraph, ...]:
     graphs = [DraftGraph(draft_contract(shape), partial(_draft_graph, config), "draft.onnx"), *own_ends(config, dtype)]
     if config.paths is not None:
         graphs.append(DraftGraph(select_contract(shape), partial(select_graph, config), "select.onnx"))
+    if config.markov is not None:
+        graphs.append(DraftGraph(markov_contract(shape), partial(markov_graph, config), "markov.onnx"))
     return tuple(graphs)
 
 

@@ -14,7 +14,7 @@ from ..config_keys import Keys, shown
 from ..safetensors_source import INDEX_NAME, SafetensorsTensor, find_safetensors, read_safetensors
 from ..weights import LazyTensor
 from .base import DraftCheckpoint
-from .dflash_common import EMBEDDING, Opened, Stated, Warn, assemble, refuse_foreign, with_layout
+from .dflash_common import EMBEDDING, Opened, Stated, assemble, refuse_foreign, with_layout
 
 ARCHITECTURE = "DFlashDraftModel"
 _CONVENTION = "output of layer i (z-lab)"
@@ -58,16 +58,16 @@ def recognises_dflash(raw: Mapping[str, Any]) -> bool:
     return "speculators_model_type" not in raw and (named or "dflash_config" in raw)
 
 
-def read_dflash(folder: Path, target: ModelConfig, forced: Warn | None = None) -> DraftCheckpoint:
+def read_dflash(folder: Path, target: ModelConfig, force: bool = False) -> DraftCheckpoint:
     """Open a draft for this target.
 
-    forced: gets the mismatches that --force-dflash goes on with; without it they are UsageErrors. Raises
+    force: go on where the draft was made for another target but is defined for this one too, and note it. Raises
     UnsupportedModelError naming what is not implemented, CheckpointError for what is damaged or contradicts itself,
     UsageError for a draft that does not fit the target.
     """
     raw = read_json(folder / CONFIG_NAME)
     opened = open_tensors(folder)
-    return assemble(stated_by_hf(raw), opened, target, forced)
+    return assemble(stated_by_hf(raw), opened, target, force)
 
 
 def open_tensors(folder: Path, unused: tuple[str, ...] = (), allowed: str | None = None) -> Opened:

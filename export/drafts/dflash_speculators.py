@@ -10,13 +10,13 @@ from ..config import ModelConfig
 from ..config_hf import CONFIG_NAME, SLIDING, read_json
 from ..config_keys import Keys, shown
 from .base import DraftCheckpoint
-from .dflash_common import Stated, Warn, assemble, with_layout
+from .dflash_common import Stated, assemble, with_layout
 from .dflash_hf import LAYOUT, base_model, block_size, layer_layout, open_tensors, tap_ids, token_id
 
 _CONVENTION = "input of layer i (vLLM speculators)"
 _KINDS = ("dflash", "dflash2", "dspark", "domino")
 _LAYERS = "transformer_layer_config"
-_TARGETS_OWN = (
+TARGETS_OWN = (
     "verifier_norm.weight",
     "verifier_lm_head.weight",
 )  # what training compared with; drafting needs neither
@@ -31,23 +31,23 @@ def recognises_dflash_speculators(raw: Mapping[str, Any]) -> bool:
     return raw.get("speculators_model_type") in _KINDS
 
 
-def read_dflash_speculators(folder: Path, target: ModelConfig, forced: Warn | None = None) -> DraftCheckpoint:
+def read_dflash_speculators(folder: Path, target: ModelConfig, force: bool = False) -> DraftCheckpoint:
     """Open a draft for this target; see `dflash_hf.read_dflash`."""
     raw = read_json(folder / CONFIG_NAME)
-    opened = open_tensors(folder, _TARGETS_OWN)
-    return assemble(stated_by_speculators(raw), opened, target, forced)
+    opened = open_tensors(folder, TARGETS_OWN)
+    return assemble(stated_by_speculators(raw), opened, target, force)
 
 
-def stated_by_speculators(raw: Mapping[str, Any]) -> Stated:
-    """What a decoded config.json says."""
+def stated_by_speculators(raw: Mapping[str, Any], wanted: str = "dflash") -> Stated:
+    """What a decoded config.json says of a draft of the kind `wanted`, as far as all kinds say it."""
     kind = raw.get("speculators_model_type")
-    if kind != "dflash":
+    if kind != wanted:
         raise UnsupportedModelError(
-            f"{CONFIG_NAME}: speculators_model_type {kind!r} is not implemented; this version knows dflash"
+            f"{CONFIG_NAME}: speculators_model_type {kind!r} is not implemented; this version knows dflash and dspark"
         )
     keys = Keys(raw, {}, CONFIG_NAME)
     keys.get("speculators_model_type")
-    _check_algorithm(keys)
+    _check_algorithm(keys, wanted)
     layers = keys.mapping(_LAYERS)
     layout = Keys({key: layers[key] for key in layers if key in LAYOUT}, {}, f"{CONFIG_NAME}: {_LAYERS}")
     model = base_model(layers)
@@ -75,9 +75,10 @@ def _taps(keys: Keys) -> tuple[int, ...]:
     return taps
 
 
-def _check_algorithm(keys: Keys) -> None:
+def _check_algorithm(keys: Keys, wanted: str) -> None:
     algorithm = keys.mapping("speculators_config").get("algorithm")
-    if algorithm not in (None, "dflash"):
+    if algorithm not in (None, wanted):
         raise CheckpointError(
-            f"{keys.where}: speculators_model_type is dflash but speculators_config says algorithm = {shown(algorithm)}"
+            f"{keys.where}: speculators_model_type is {wanted} but speculators_config says algorithm = "
+            f"{shown(algorithm)}"
         )

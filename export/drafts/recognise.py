@@ -1,6 +1,5 @@
 """Tells by its content what a draft's checkpoint is, and opens it; whatever is none of the families is a model."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,22 +9,26 @@ from ..config import ModelConfig
 from ..config_hf import CONFIG_NAME, read_json
 from ..source import Checkpoint, locate, open_source
 from .base import DraftCheckpoint
+from .dflash2 import read_dflash2, recognises_dflash2
 from .dflash_gguf import read_dflash_gguf, recognises_dflash_gguf
 from .dflash_hf import read_dflash, recognises_dflash
 from .dflash_speculators import read_dflash_speculators, recognises_dflash_speculators
+from .dspark import read_dspark, read_dspark_speculators, recognises_dspark, recognises_dspark_speculators
+from .dspark_gguf import read_dspark_gguf, recognises_dspark_gguf
 from .eagle_gguf import is_eagle_gguf, open_eagle_gguf
 from .eagle_hf import is_eagle_hf, open_eagle_hf
 from .eagle_speculators import is_eagle_speculators, open_eagle_speculators
+from .medusa import is_medusa, read_medusa
 from .mtp import split_mtp
 
 
 @dataclass(frozen=True, slots=True)
 class DraftWishes:
-    """How to read drafts: tap ids counted "input" or "output" whatever the checkpoint says; what to do instead of
-    refusing a mismatch that --force-dflash may go on with (None: refuse)."""
+    """How to read drafts: tap ids counted "input" or "output" whatever the checkpoint says; whether to go on with a
+    DFlash draft that was made for another target but is defined for this one too."""
 
     tap_convention: str | None = None
-    forced: Callable[[str], None] | None = None
+    force: bool = False
 
 
 def open_draft(
@@ -36,11 +39,7 @@ def open_draft(
     Raises UnsupportedModelError for families that are not implemented, UsageError for a draft that does not fit.
     """
     path, _ = locate(source, offline)
-    if path.is_file():
-        draft = _open_gguf(path, target, wishes)
-    else:
-        _refuse_medusa(path)
-        draft = _open_folder(path, target, wishes) if (path / CONFIG_NAME).is_file() else None
+    draft = (_open_gguf if path.is_file() else _open_folder)(path, target, wishes)
     if draft is not None:
         return draft
     model, _ = split_mtp(open_source(source, offline), wanted=False)
@@ -51,19 +50,31 @@ def _open_gguf(path: Path, target: ModelConfig, wishes: DraftWishes) -> DraftChe
     from ..gguf_file import read_gguf
 
     file = read_gguf(path)
+    if recognises_dspark_gguf(file):
+        return read_dspark_gguf(path, target, wishes.force)
     if recognises_dflash_gguf(file):
-        return read_dflash_gguf(path, target, wishes.forced)
+        return read_dflash_gguf(path, target, wishes.force)
     if is_eagle_gguf(file.metadata):
         return open_eagle_gguf(path, target, wishes.tap_convention)
     return None
 
 
 def _open_folder(folder: Path, target: ModelConfig, wishes: DraftWishes) -> DraftCheckpoint | None:
+    if is_medusa(folder):
+        return read_medusa(folder, target)
+    if not (folder / CONFIG_NAME).is_file():
+        return None
     raw = read_json(folder / CONFIG_NAME)
+    if recognises_dspark_speculators(raw):
+        return read_dspark_speculators(folder, target, wishes.force)
+    if recognises_dspark(raw):
+        return read_dspark(folder, target, wishes.force)
     if recognises_dflash_speculators(raw):
-        return read_dflash_speculators(folder, target, wishes.forced)
+        return read_dflash_speculators(folder, target, wishes.force)
+    if recognises_dflash2(raw):
+        return read_dflash2(folder, target, wishes.force)
     if recognises_dflash(raw):
-        return read_dflash(folder, target, wishes.forced)
+        return read_dflash(folder, target, wishes.force)
     if is_eagle_speculators(raw):
         return open_eagle_speculators(folder, target, wishes.tap_convention)
     if is_eagle_hf(raw):
@@ -71,15 +82,6 @@ def _open_folder(folder: Path, target: ModelConfig, wishes: DraftWishes) -> Draf
     if "speculators_model_type" in raw:
         raise UnsupportedModelError(
             f"{folder / CONFIG_NAME}: speculators_model_type {raw['speculators_model_type']!r} is not implemented; "
-            "this version knows dflash and eagle3"
+            "this version knows dflash, dspark and eagle3"
         )
     return None
-
-
-def _refuse_medusa(folder: Path) -> None:
-    pickles = sorted(path.name for path in folder.glob("medusa*.pt"))
-    if pickles:
-        raise UnsupportedModelError(
-            f"{folder / pickles[0]} is a pickle, which can run any program when it is read, so it is not; "
-            "Medusa heads are not implemented"
-        )

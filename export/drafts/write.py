@@ -13,6 +13,7 @@ from ..tensors import Progress
 from .base import DraftCheckpoint, DraftConfig, DraftGraph, neural_facts, write_draft_graphs
 from .dflash_graph import dflash_graphs
 from .eagle_graph import eagle_graphs
+from .medusa_graph import medusa_graphs
 from .mtp_graph import mtp_graphs
 
 _D2T_NAME = "d2t.bin"
@@ -20,6 +21,7 @@ _GRAPHS: dict[str, Callable[[DraftConfig, str], Sequence[DraftGraph]]] = {
     "dflash": dflash_graphs,
     "eagle3": eagle_graphs,
     "mtp": mtp_graphs,
+    "medusa": medusa_graphs,
 }
 
 
@@ -42,7 +44,8 @@ def write_neural(source: NeuralSource, bundle: Path, folder: str, progress: Prog
         d2t = f"{folder}/{_D2T_NAME}"
         (bundle / d2t).write_bytes(source.draft.d2t.astype(np.dtype("<i8")).tobytes())
     placed = tuple(_placed(entry, folder) for entry in entries)
-    return DraftEntry(source.name, config.kind, folder, neural_facts(config, plan, d2t), placed)
+    facts = replace(neural_facts(config, plan, d2t), mismatch=source.draft.mismatch)
+    return DraftEntry(source.name, config.kind, folder, facts, placed)
 
 
 def _placed(entry: GraphEntry, folder: str) -> GraphEntry:

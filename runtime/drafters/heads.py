@@ -13,7 +13,7 @@ from ..sampling import Law, law_of
 from ..session import Tensor
 from .base import DraftContext
 
-_UNHEARD_OF = np.float32(-1e30)  # the logit of a token the draft cannot name; not -inf: a grammar may insist on it
+UNHEARD_OF = np.float32(-1e30)  # the logit of a token the draft cannot name; not -inf: a grammar may insist on it
 
 
 class Embedding(Protocol):
@@ -43,6 +43,28 @@ class Head(Protocol):
         """The law of one row of them, after `drafted`."""
         ...
 
+    def spread(self, logits: np.ndarray, wide: np.ndarray) -> None:
+        """Put logits [n,*] into the first rows of `wide` [*,V] by the target's ids; columns it cannot name stay."""
+        ...
+
+
+def law_among(
+    ids: np.ndarray, logits: np.ndarray, row: np.ndarray, drafted: Sequence[int], context: DraftContext
+) -> Law:
+    """The law of a row, after `drafted`, in which the draft can name no tokens but `ids` [n], ascending.
+
+    Controls and grammars speak of all tokens, so for those the logits [n] are put into `row` [token_count] for a while;
+    it is UNHEARD_OF throughout.
+    """
+    if context.laws is None or context.laws.plain:
+        law = law_of(logits, context.params)
+        return Law(ids if law.ids is None else ids[law.ids], law.probs)
+    row[ids] = logits
+    try:
+        return context.law(row, drafted)
+    finally:
+        row[ids] = UNHEARD_OF
+
 
 class TargetHead:
     """Hidden states scored by the target's own head."""
@@ -57,6 +79,10 @@ class TargetHead:
     def law(self, logits: np.ndarray, drafted: Sequence[int], context: DraftContext) -> Law:
         """The law of one row."""
         return context.law(logits, drafted)
+
+    def spread(self, logits: np.ndarray, wide: np.ndarray) -> None:
+        """Logits [n, token_count]: all but the padding."""
+        wide[: len(logits), : logits.shape[1]] = logits
 
 
 class OwnHead:
@@ -78,7 +104,7 @@ class OwnHead:
                 f"go from {ids.min(initial=0)} to {ids.max(initial=0)}, or name one twice; export the bundle again"
             )
         self._straight = np.array_equal(self._order, np.arange(len(known)))  # its rows come by ascending id
-        self._row = np.full(token_count, _UNHEARD_OF, np.float32)
+        self._row = np.full(token_count, UNHEARD_OF, np.float32)
 
     def logits(self, outputs: dict[str, Tensor], first: int, count: int) -> np.ndarray:
         """Logits [count,Vd]."""
@@ -87,8 +113,8 @@ class OwnHead:
     def law(self, logits: np.ndarray, drafted: Sequence[int], context: DraftContext) -> Law:
         """The law of one row, over the target's ids."""
         row = logits[: len(self._ids)] if self._straight else logits[self._order]  # [n]
-        if context.laws is None or context.laws.plain:
-            law = law_of(row, context.params)
-            return Law(self._ids if law.ids is None else self._ids[law.ids], law.probs)
-        self._row[self._ids] = row
-        return context.law(self._row, drafted)
+        return law_among(self._ids, row, self._row, drafted, context)
+
+    def spread(self, logits: np.ndarray, wide: np.ndarray) -> None:
+        """Logits [n,Vd]: those of the draft's vocabulary."""
+        wide[: len(logits), self._ids] = logits[:, self._order]

@@ -1,6 +1,6 @@
 """Opens a draft that reads the target's rows, as far as it fits the target."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -14,14 +14,18 @@ from ..rows import PassRows
 from ..session import GraphSession, RuntimeOptions, check_version
 from ..target import Target
 from .base import Drafter
-from .blocks import RowByRow
+from .blocks import BlockReader, RowByRow
 from .chain import Chain, Fuse
-from .dflash import DFlash, block_plan
+from .dflash import BlockPlan, DFlash, block_plan
 from .heads import Head, OwnHead, TargetHead
+from .markov import MarkovReader
+from .medusa import Medusa, Scored
 from .passes import DraftPasses, MaskRule
+from .paths import PathReader
 from .pending import PendingRows
 from .reader import DraftParts, Pick
 
+_READERS = ("select", "markov")  # roles of graphs that choose among the rows of a block
 _AGAIN = "export target and draft together again"
 
 
@@ -38,6 +42,9 @@ def open_neural(bundle: Bundle, entry: DraftEntry, target: Target, options: Runt
         for graph in entry.graphs
         if graph.role in ("draft", "fuse", "embed", "head")
     }
+    head = _head(bundle, entry.name, neural, sessions.get("head"), target)
+    if entry.kind == "medusa":
+        return Medusa(entry.name, sessions["draft"], RowByRow(head))
     dtype = _dtype_of(contract)
     shape = CacheShape(neural.layers, neural.kv_heads, neural.head_dim, dtype)
     parts = DraftParts(
@@ -46,12 +53,25 @@ def open_neural(bundle: Bundle, entry: DraftEntry, target: Target, options: Runt
         pending=PendingRows(neural.feature_size, dtype),
         pick=row_picker(neural.taps, target.taps),
         embedding=Embedder(sessions["embed"]) if "embed" in sessions else target,
-        head=_head(bundle, entry.name, neural, sessions.get("head"), target),
+        head=head,
         max_positions=neural.max_positions,
     )
     if entry.kind == "dflash":
-        return DFlash(parts, block_plan(entry.name, neural), RowByRow(parts.head), neural.hidden_size)
+        plan = block_plan(entry.name, neural)
+        readers = {
+            graph.role: _open(bundle, graph, target, options) for graph in entry.graphs if graph.role in _READERS
+        }
+        return DFlash(parts, plan, _block_reader(readers, plan, parts.head, target), neural.hidden_size)
     return Chain(parts, Fuse(sessions["fuse"]) if "fuse" in sessions else None)
+
+
+def _block_reader(sessions: Mapping[str, GraphSession], plan: BlockPlan, head: Head, target: Target) -> BlockReader:
+    """The reader that the draft's graphs are for; `sessions` by role."""
+    if "select" in sessions:
+        return PathReader(head, sessions["select"], plan.most, target.token_count)
+    if "markov" in sessions:
+        return MarkovReader(head, sessions["markov"])
+    return RowByRow(head)
 
 
 def row_picker(wanted: Sequence[int], tapped: Sequence[int]) -> Pick:
@@ -122,18 +142,20 @@ def _check_whole(entry: DraftEntry) -> tuple[NeuralDraft, GraphEntry]:
     neural = entry.neural
     graphs = {graph.role: graph for graph in entry.graphs}
     assert neural is not None
-    needed = {"draft": True, "fuse": _must_fuse(entry.kind, neural), "head": neural.draft_vocab_size is not None}
+    scores = neural.draft_vocab_size is not None and entry.kind != "medusa"  # whose heads are in the draft graph
+    needed = {"draft": True, "fuse": _must_fuse(entry.kind, neural), "head": scores}
     for role, wanted in needed.items():
         _require(not wanted or role in graphs, f"draft {entry.name!r} of kind {entry.kind!r} has no {role} graph")
     draft = graphs["draft"]
     slides = any(spec.name == "attn_mask_sliding" for spec in draft.contract.inputs)
     good = not slides or (neural.sliding_window or 0) > 0
     _require(good, f"draft {entry.name!r} has sliding layers, but a window of {neural.sliding_window}")
+    _require(entry.kind != "medusa" or neural.block_size > 1, f"draft {entry.name!r} has no Medusa heads")
     return neural, draft
 
 
 def _must_fuse(kind: str, neural: NeuralDraft) -> bool:
-    return kind != "dflash" and neural.feature_size != neural.hidden_size
+    return kind in ("eagle3", "mtp") and neural.feature_size != neural.hidden_size
 
 
 def _mask_rule(kind: str, neural: NeuralDraft) -> MaskRule:
@@ -143,9 +165,9 @@ def _mask_rule(kind: str, neural: NeuralDraft) -> MaskRule:
 
 
 def _head(bundle: Bundle, name: str, neural: NeuralDraft, own: GraphSession | None, target: Target) -> Head:
-    if own is None or neural.draft_vocab_size is None:
+    if neural.draft_vocab_size is None:
         return TargetHead(target)
-    scorer = Scorer(own, neural.draft_vocab_size)
+    scorer = Scorer(own, neural.draft_vocab_size) if own is not None else Scored()
     if neural.d2t is None:
         return OwnHead(scorer, np.arange(neural.draft_vocab_size), target.token_count)
     ids = np.frombuffer((bundle.folder / neural.d2t).read_bytes(), "<i8").astype(np.int64)
@@ -158,7 +180,7 @@ def _head(bundle: Bundle, name: str, neural: NeuralDraft, own: GraphSession | No
 
 def _dtype_of(contract: GraphContract) -> str:
     """The type of the numbers a draft graph computes with."""
-    return next(spec.dtype for spec in contract.inputs if spec.name == "inputs_embeds")
+    return next(spec.dtype for spec in contract.inputs if spec.name in ("inputs_embeds", "features"))
 
 
 def _open(bundle: Bundle, graph: GraphEntry, target: Target, options: RuntimeOptions) -> GraphSession:

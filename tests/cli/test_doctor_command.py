@@ -3,10 +3,12 @@
 import json
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from neural_bundles import BLOCK, DRAFTS, write_neural_bundle
 
 from oxidize.cli import doctor, main
 from oxidize.cli.advice import Diagnosis, advise, as_dict, compare, report
@@ -106,6 +108,33 @@ def test_drafts_inside_a_bundle_are_measured(oxidize: Callable[..., Any], checkp
     assert set(raw["drafters"]) == {"lookup", checkpoint.name}
 
 
+def test_drafts_that_read_the_target_are_measured(oxidize: Callable[..., Any], tmp_path: Path) -> None:
+    bundle = write_neural_bundle(tmp_path)
+    (raw,) = json.loads(oxidize("doctor", bundle, "--threads", "1", "--json").out)["bundles"]
+    assert list(raw["drafters"]) == ["lookup", *DRAFTS]
+    most = {name: drafter["most_k"] for name, drafter in raw["drafters"].items()}
+    assert most == {"lookup": 15, "dflash": BLOCK - 1, "eagle3": 15, "mtp": 15}
+    for name in DRAFTS:
+        drafter = raw["drafters"][name]
+        passes, draft = raw["pass_ms"], drafter["draft_ms"]
+        assert drafter["round_ms"]["1"] == pytest.approx(passes["2"] + draft["1"], abs=0.002)
+        assert f"draft {name} " in " ".join(raw["advice"]) or "no draft pays" in raw["advice"][0]
+    assert list(raw["drafters"]["dflash"]["round_ms"]) == ["1", "2", "3", "4", "5", "7"]
+    text = oxidize("doctor", bundle, "--threads", "1").out
+    assert [row[4] for row in rows_of(text, "k")][-2:] == ["-", "-"]
+    for name in DRAFTS:
+        assert f"best k with {name}" in text and f"{name} pays from" in text
+
+
+def test_a_draft_that_run_refuses_is_measured_all_the_same(oxidize: Callable[..., Any], tmp_path: Path) -> None:
+    bundle = write_neural_bundle(tmp_path)
+    manifest = json.loads((bundle / "manifest.json").read_text(encoding="utf-8"))
+    manifest["drafts"][0]["neural"]["mismatch"] = "made for another target"
+    (bundle / "manifest.json").write_text(json.dumps(manifest), encoding="utf-8")
+    (raw,) = json.loads(oxidize("doctor", bundle, "--threads", "1", "--json").out)["bundles"]
+    assert list(raw["drafters"]) == ["lookup", *DRAFTS]
+
+
 def test_several_bundles_are_compared(oxidize: Callable[..., Any], tiny_bundle: Callable[..., Path]) -> None:
     result = oxidize("doctor", tiny_bundle("llama2"), tiny_bundle("llama2", "int4"))
     assert result.code == 0
@@ -152,6 +181,16 @@ def test_each_drafter_has_its_sentence() -> None:
         second
         == "draft dear (40.0 ms for its first token) never pays here: its tokens cost as much as the steps they save"
     )
+
+
+def test_a_block_is_never_advised_beyond_its_end() -> None:
+    flat = CostCurve(((1, 20.0), (15, 20.0)))
+    block = replace(diagnosis(FP32, block=flat, other=flat), most={"block": 7})
+    assert (block.choice(0.9, "block")[0], block.choice(0.9, "other")[0]) == (7, 15)
+    assert max(block.break_evens("block")) == 7 and max(block.break_evens("other")) == 15
+    rows = rows_of("\n".join(report(MACHINE, PROVIDERS, [block])), "k")
+    assert [cells[0] for cells in rows if cells[4] == "-"] == ["11", "15"]
+    assert "k = 7" in advise(block)[1]
 
 
 def test_the_best_k_grows_with_acceptance() -> None:

@@ -142,6 +142,150 @@ def test_a_draft_with_another_vocabulary(oxidize, checkpoint: Path, tmp_path: Pa
     assert not _left(tmp_path)
 
 
+def test_drafts_of_one_name_are_told_apart_by_their_folders(oxidize, checkpoint: Path, tmp_path: Path) -> None:
+    drafts = [shutil.copytree(checkpoint, tmp_path / "source" / owner / "small") for owner in ("ours", "theirs")]
+    arguments = [word for draft in [*drafts, checkpoint] for word in ("--draft-model", draft)]
+    assert oxidize("export", checkpoint, "-o", tmp_path / "out", *arguments, "--no-eval").code == 0
+    assert [draft.name for draft in load_manifest(tmp_path / "out").drafts] == ["ours-small", "theirs-small", "tiny"]
+
+
+def test_a_bundle_is_a_draft_model_as_it_is(oxidize, bundle, checkpoint: Path, tmp_path: Path) -> None:
+    result = oxidize("export", checkpoint, "-o", tmp_path / "out", "--draft-model", bundle, "--no-eval")
+    assert result.code == 0
+    assert "draft bundle: a model, 2 layers, fp32 as it is\n" in result.err
+    answer = oxidize("run", tmp_path / "out", "hello", "-n", 6, "--draft-model", "bundle", "--json")
+    assert json.loads(answer.out)["stats"]["drafter"] == "bundle"
+    (bundle.folder / "weights.bin").write_bytes(bytes((bundle.folder / "weights.bin").stat().st_size))
+    result = oxidize("export", checkpoint, "-o", tmp_path / "other", "--draft-model", bundle, "--no-eval")
+    assert result.code == 4 and "weights.bin has sha256" in result.err
+    bundle.edit(lambda raw: raw["tokenizer"].update(vocab_sha256="0" * 64))
+    result = oxidize("export", checkpoint, "-o", tmp_path / "other", "--draft-model", bundle, "--no-eval")
+    assert result.code == 2 and "another vocabulary (300 tokens, 00000000)" in result.err
+    assert _left(tmp_path) == ["bundle", "out"]
+
+
+def test_a_draft_is_added_to_a_bundle(oxidize, bundle, checkpoint: Path, tmp_path: Path) -> None:
+    """As precise as the bundle, unless an option says otherwise."""
+    result = oxidize("export", bundle, "--draft-model", checkpoint)
+    assert (result.code, result.out) == (0, "")
+    lines = [line for line in result.err.splitlines() if not line.startswith("weights ")]
+    assert lines[:3] == [
+        "llama2-0: llama, 2 layers, hidden 64, vocabulary 300, context 512",
+        f"fp32, drafts none -> {bundle}",
+        "draft tiny: a model, 2 layers",
+    ]
+    assert re.fullmatch(rf"added 1 to {re.escape(str(bundle))}: 1 MB in \d+\.\d s", lines[3])
+    assert lines[4:] == [f"next: oxidize run {bundle} 'Hello'"]
+    arguments = ["--precision", "int4", "--head-bits", 4, "--context", 100]
+    new = tmp_path / "new"
+    result = oxidize("export", bundle, "-o", new, "--draft-model", bundle, *arguments)
+    assert f"fp32, drafts tiny -> {new}" in result.err
+    other = shutil.copytree(checkpoint, tmp_path / "source" / "other")
+    assert oxidize("export", new, "--draft-model", other, *arguments).code == 0
+    made = [(draft.name, load_manifest(new / draft.folder)) for draft in load_manifest(new).drafts]
+    precisions = [(name, inner.precision) for name, inner in made]
+    assert precisions == [
+        ("tiny", "fp32"),
+        ("bundle", "fp32"),
+        ("other", "int4"),
+    ]
+    assert [inner.model.max_positions for _, inner in made] == [512, 512, 100]
+
+
+def test_a_dry_run_adds_nothing(oxidize, bundle, checkpoint: Path) -> None:
+    before = (bundle.folder / "manifest.json").read_bytes()
+    result = oxidize("export", bundle, "--draft-model", checkpoint, "--dry-run")
+    assert result.code == 0 and result.err.splitlines()[-1] == "draft tiny: a model, 2 layers"
+    assert (bundle.folder / "manifest.json").read_bytes() == before
+    assert not (bundle.folder / "drafts").exists()
+
+
+def test_what_cannot_be_added(oxidize, bundle, checkpoint: Path, tmp_path: Path) -> None:
+    """Refused in one line, and the bundle stays as it was."""
+    from draft_checkpoints_dflash import write_dflash
+
+    assert oxidize("export", bundle, "--draft-model", checkpoint).code == 0
+    before = {path: path.read_bytes() for path in bundle.folder.rglob("*") if path.is_file()}
+    draft = shutil.copytree(checkpoint, tmp_path / "source" / "draft")
+    add = ("export", bundle, "--draft-model")
+    oxidize("export", bundle).assert_error(2, "is a bundle already", "--draft-model")
+    oxidize(*add, checkpoint).assert_error(2, "already has a draft called 'tiny'", "rename")
+    oxidize(*add, draft, "--draft-model", draft).assert_error(2, "the draft name 'draft' is taken")
+    oxidize(*add, write_dflash(tmp_path / "source" / "dflash")).assert_error(2, "layers", "9", "2")
+    oxidize(*add, tmp_path / "none").assert_error(1, "check the path")
+    for option in (["--profile", "std"], ["--device", "cuda"], ["--revision", "main"]):
+        oxidize(*add, draft, *option).assert_error(2, f"{option[0]} does not apply to {bundle}")
+    (tmp_path / "file").write_text("mine")
+    oxidize(*add, draft, "-o", tmp_path / "file").assert_error(2, "exists and is not a bundle")
+    path = draft / "tokenizer.json"
+    path.write_text(path.read_text().replace("<|im_end|>", "<|im_stop|>"))
+    result = oxidize(*add, draft)
+    assert result.code == 2 and "draft draft has another vocabulary (300 tokens, " in result.err
+    assert {path: path.read_bytes() for path in bundle.folder.rglob("*") if path.is_file()} == before
+    assert _left(tmp_path) == ["bundle", "file"]
+
+
+def test_what_lies_in_the_way_is_not_touched(oxidize, bundle, checkpoint: Path) -> None:
+    place = bundle.folder / "drafts" / "tiny"
+    place.mkdir(parents=True)
+    (place / "mine").write_text("mine")
+    result = oxidize("export", bundle, "--draft-model", checkpoint)
+    assert result.code == 2 and "drafts/tiny is in the way" in result.err
+    assert (place / "mine").read_text() == "mine"
+
+
+def test_a_draft_in_other_numbers_than_the_bundle(oxidize, tmp_path: Path, tiny_bundle: Callable[..., Path]) -> None:
+    from checkpoints import VARIANTS, write_hf_checkpoint
+    from draft_checkpoints_dflash import write_dflash
+
+    shape = {"num_hidden_layers": 9, "vocab_size": 320}
+    target = write_hf_checkpoint(tmp_path / "source" / "target", {**VARIANTS["llama2"], **shape})
+    draft = write_dflash(tmp_path / "source" / "dflash")
+    out = tmp_path / "out"
+    assert oxidize("export", target, "-o", out, "--precision", "fp32", "--no-eval").code == 0
+    oxidize("export", out, "--draft-model", draft, "--precision", "fp16").assert_error(2, "float16", "float32")
+    assert oxidize("export", out, "--draft-model", draft, "--precision", "int4").code == 0
+    assert {graph.precision for graph in load_manifest(out).drafts[0].graphs} == {"int4"}
+
+
+def test_damaged_bundles_are_not_extended(oxidize, bundle, checkpoint: Path) -> None:
+    path = bundle.folder / "body.ort.onnx"
+    path.write_bytes(bytes(path.stat().st_size))
+    oxidize("export", bundle, "--draft-model", checkpoint).assert_error(4, "body.ort.onnx has sha256")
+    (bundle.folder / "manifest.json").write_text("{}")
+    oxidize("export", bundle, "--draft-model", checkpoint).assert_error(4, "schema_version")
+
+
+def test_a_checkpoint_needs_a_place(oxidize, checkpoint: Path) -> None:
+    oxidize("export", checkpoint).assert_error(2, "Missing option '-o' / '--out'", "oxidize export --help")
+
+
+KILLED = """
+import os, pathlib
+replace, left = pathlib.Path.replace, [POINT]
+def killed(*arguments):
+    left[0] -= 1
+    if left[0] == 0:
+        os.kill(os.getpid(), 9)
+    return replace(*arguments)
+pathlib.Path.replace = killed
+"""
+
+
+@pytest.mark.parametrize("point", [1, 2])
+def test_a_killed_extension_leaves_the_old_bundle(oxidize, child, bundle, checkpoint: Path, point: int) -> None:
+    """Before the draft is moved in, and between that and the manifest."""
+    before = (bundle.folder / "manifest.json").read_bytes()
+    process = child(KILLED.replace("POINT", str(point)), "export", bundle, "--draft-model", checkpoint)
+    process.communicate(timeout=60)
+    assert process.returncode == -9
+    assert (bundle.folder / "manifest.json").read_bytes() == before
+    assert oxidize("inspect", bundle).code == 0
+    assert (bundle.folder / "drafts/tiny").exists() == (point == 2)
+    again = oxidize("export", bundle, "--draft-model", checkpoint)
+    assert again.code == (2 if point == 2 else 0), again
+
+
 def _truncate(source: Path) -> None:
     path = source / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-100])

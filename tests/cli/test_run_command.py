@@ -16,7 +16,14 @@ TOP_KEYS = ["text", "token_ids", "finish_reason", "stats"]
 STATS_KEYS = {
     *("prompt_tokens", "cached_tokens", "generated_tokens", "rounds", "target_forward_passes"),
     *("draft_forward_passes", "draft_tokens", "accepted_draft_tokens", "fallback_tokens", "acceptance_rate"),
-    *("estimated_speedup", "tokens_per_target_pass", "accepted_per_position", "by_drafter", "state_changes", "prefill_ms"),
+    *(
+        "estimated_speedup",
+        "tokens_per_target_pass",
+        "accepted_per_position",
+        "by_drafter",
+        "state_changes",
+        "prefill_ms",
+    ),
     *("decode_ms", "ttft_ms", "tokens_per_second", "ort_ms", "host_ms", "measured_speedup", "drafter"),
     *("acceptance_rule", "provider", "precision"),
 }

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import pytest
 from draft_checkpoints_mtp import head_weights, write_mtp_checkpoint
-from school import DFLASH, LENGTH, Graduate, School, fixed, found_school, teach_dflash, teach_eagle
+from school import DFLASH, LENGTH, Graduate, School, fixed, found_school, teach_dflash, teach_dflash2, teach_eagle
 
 from oxidize.cli.main import run
 from oxidize.runtime.decoder import SpeculativeConfig, SpeculativeDecoder
@@ -104,6 +104,11 @@ def dflash(school: School) -> Graduate:
 
 
 @pytest.fixture(scope="module")
+def dflash2(school: School) -> Graduate:
+    return teach_dflash2(school, HALFWAY)
+
+
+@pytest.fixture(scope="module")
 def eagle(school: School) -> Graduate:
     return teach_eagle(school, HALFWAY)
 
@@ -117,7 +122,7 @@ def mtp_engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
     return Engine.open(root / "bundle", EngineOptions(RuntimeOptions(threads=1), draft="mtp", exact=True))
 
 
-@pytest.fixture(scope="module", params=["dflash", "eagle", "mtp"])
+@pytest.fixture(scope="module", params=["dflash", "dflash2", "eagle", "mtp"])
 def bench(request: pytest.FixtureRequest, school: School) -> Bench:
     if request.param == "mtp":
         return Bench(request.getfixturevalue("mtp_engine"), school.prompts)
@@ -125,7 +130,7 @@ def bench(request: pytest.FixtureRequest, school: School) -> Bench:
     return Bench(graduate.engine("edges"), school.prompts)
 
 
-@pytest.fixture(scope="module", params=["dflash", "eagle"])
+@pytest.fixture(scope="module", params=["dflash", "dflash2", "eagle"])
 def taught(request: pytest.FixtureRequest, school: School) -> Bench:
     graduate: Graduate = request.getfixturevalue(request.param)
     return Bench(graduate.engine("ends"), school.prompts)
@@ -174,7 +179,7 @@ def test_the_mask_is_an_end_of_the_engine(dflash: Graduate) -> None:
     assert texts[0] == texts[1] and engine.stats.draft_tokens > 0
 
 
-@pytest.mark.parametrize("kind", ["dflash", "eagle"])
+@pytest.mark.parametrize("kind", ["dflash", "dflash2", "eagle"])
 def test_a_draft_of_fewer_positions_than_the_target(request: pytest.FixtureRequest, kind: str) -> None:
     """It drafts up to its last position and no further; behind that, and in the next text, all goes on."""
     graduate: Graduate = request.getfixturevalue(kind)

@@ -6,7 +6,7 @@ from pathlib import Path
 import onnx
 import pytest
 from checkpoints import VARIANTS, write_hf_checkpoint
-from draft_checkpoints_dflash import write_dflash
+from draft_checkpoints_dflash import DFLASH2, write_dflash
 from draft_checkpoints_eagle import write_eagle
 from draft_checkpoints_mtp import head_weights, write_mtp_checkpoint
 
@@ -19,27 +19,28 @@ from oxidize.runtime.session import RuntimeOptions
 
 OPTIONS = RuntimeOptions(threads=1)
 # The targets that the drafts' writers have in mind: width 64, 320 rows of logits, and so many layers.
-LAYERS = {"dflash": 9, "eagle3": 8}
+LAYERS = {"dflash": 9, "dflash2": 9, "eagle3": 8}
 PROMPT = "The quick brown fox jumps over the lazy dog. The quick"
 
 
-def export(tmp_path: Path, kind: str) -> Path:
+def export(tmp_path: Path, kind: str, precision: str = "fp32") -> Path:
     """A bundle of a random target with a random draft of this kind."""
     target, out = tmp_path / "target", tmp_path / "bundle"
-    arguments = ["export", str(target), "-o", str(out), "--precision", "fp32", "--no-eval"]
+    arguments = ["export", str(target), "-o", str(out), "--precision", precision, "--no-eval"]
     if kind == "mtp":
         write_mtp_checkpoint(target, "qwen3", head_weights("qwen3", "mtp"))
     else:
         layers = LAYERS[kind]
         shape = {"num_hidden_layers": layers, "max_window_layers": layers, "vocab_size": 320, "head_dim": 16}
         write_hf_checkpoint(target, {**VARIANTS["qwen3"], **shape})
-        writer = {"dflash": write_dflash, "eagle3": write_eagle}[kind]
-        arguments += ["--draft-model", str(writer(tmp_path / kind, {"dflash": "qwen3", "eagle3": "specforge"}[kind]))]
+        variant = {"dflash": "qwen3", "dflash2": DFLASH2, "eagle3": "specforge"}[kind]
+        writer = write_eagle if kind == "eagle3" else write_dflash
+        arguments += ["--draft-model", str(writer(tmp_path / kind, variant))]
     assert run(arguments) == 0
     return out
 
 
-@pytest.fixture(scope="module", params=["dflash", "eagle3", "mtp"])
+@pytest.fixture(scope="module", params=["dflash", "dflash2", "eagle3", "mtp"])
 def bundle(request, tmp_path_factory) -> Path:
     return export(tmp_path_factory.mktemp(request.param), request.param)
 
@@ -58,11 +59,22 @@ def test_an_untrained_draft_never_changes_the_text(bundle, temperature):
     name = json.loads((bundle / "manifest.json").read_text())["drafts"][0]["name"]
     prompts = (PROMPT, PROMPT + " brown", "x")
     plain, _ = texts(bundle, "none", 0, temperature, prompts)
-    for k in (1, 2, 3, 5, 7):
+    for k in range(1, 8):
         found, engine = texts(bundle, name, k, temperature, prompts)
         assert found == plain, k
         assert engine.stats.draft_tokens > 0
         assert engine.stats.drafter == name
+
+
+@pytest.mark.parametrize("precision", ["fp16", "int4"])
+def test_dflash2_at_other_precisions(precision, tmp_path):
+    bundle = export(tmp_path, "dflash2", precision)
+    for temperature in (0.0, 0.9):
+        plain, _ = texts(bundle, "none", 0, temperature)
+        for k in (1, 4, 7):
+            found, engine = texts(bundle, "dflash2", k, temperature)
+            assert found == plain, (temperature, k)
+            assert engine.stats.draft_tokens > 0
 
 
 def test_inspect_shows_the_draft(bundle, capsys):
@@ -70,6 +82,8 @@ def test_inspect_shows_the_draft(bundle, capsys):
     shown = capsys.readouterr().out
     assert "draft " in shown
     assert "reads " in shown
+    (draft,) = json.loads((bundle / "manifest.json").read_text())["drafts"]
+    assert all(f"{graph['file']}: {graph['role']}" in shown for graph in draft["graphs"])
 
 
 def test_a_draft_holds_no_copy_of_the_targets_tables(bundle):

@@ -1,6 +1,6 @@
 """DFlash graphs give an independent torch implementation's results, round after round, whatever was cached before."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -65,7 +65,7 @@ class Rounds:
     """Rounds over one text of random taps: a plain session beside the reference that computes all from scratch."""
 
     def __init__(self, draft: DraftCheckpoint, plan: ExportPlan, folder: Path, capacity: int = CAPACITY) -> None:
-        folder.mkdir(exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
         entries = write_draft_graphs(draft, dflash_graphs(draft.config, plan.dtype), plan, folder)
         assert draft.weights.unread() == []
         self.sessions = {entry.role: _session(folder / entry.file) for entry in entries}
@@ -86,15 +86,19 @@ class Rounds:
 
     def errors(self, reference: DFlashReference, first: int, mutation: Mutation = RIGHT) -> list[tuple[float, float]]:
         """The largest errors of hidden states and logits in each round, of a text with `first` tokens of context."""
-        known, start, found = first, 0, []
-        for accepted in ACCEPTED:
-            anchor = known % 300
-            got = self._round(start, known, self._block(anchor, mutation), mutation)
-            block = torch.from_numpy(self._block(anchor, RIGHT))
+        found = []
+        for known, got in self.played(first, mutation):
+            block = torch.from_numpy(self._block(known % 300, RIGHT))
             expected = reference.hidden(torch.from_numpy(self.features[:known]), block)
             found.append(self._compare(got, expected, reference))
-            start, known = known, known + accepted + 1
         return found
+
+    def played(self, first: int, mutation: Mutation = RIGHT) -> Iterator[tuple[int, np.ndarray]]:
+        """Of each round: how many tokens its context has, and the hidden states of its block."""
+        known, start = first, 0
+        for accepted in ACCEPTED:
+            yield known, self._round(start, known, self._block(known % 300, mutation), mutation)
+            start, known = known, known + accepted + 1
 
     def _compare(self, got: np.ndarray, expected: torch.Tensor, reference: DFlashReference) -> tuple[float, float]:
         if self.config.draft_vocab_size is not None:
@@ -232,6 +236,8 @@ def test_four_bits_stay_near(plan: ExportPlan, tmp_path: Path):
     assert worst(rounds.errors(reference, 17)) <= 1.0
     own, reference = zlab(tmp_path, "qwen3", plan, own_vocab=120)
     assert worst(own.errors(reference, 17)) <= 1.0
+    second, reference = dflash2(tmp_path / "second", plan, selector_rank=32)
+    check_scores(second, reference, 7, 0.2)
 
 
 def test_the_widths_of_target_and_draft_may_differ(tmp_path: Path):
@@ -244,10 +250,10 @@ def test_the_widths_of_target_and_draft_may_differ(tmp_path: Path):
     assert worst(rounds.errors(load_zlab(source, RULES["qwen3"]), 17)) <= PROMISE
 
 
-def dflash2(folder: Path, precision: str = "fp32", **own) -> tuple[Rounds, DFlashReference]:
+def dflash2(folder: Path, plan: ExportPlan | None = None, **own) -> tuple[Rounds, DFlashReference]:
     config = {**DFLASH2, "dflash_config": {**DFLASH2["dflash_config"], **own}}
     source = write_dflash(folder / "source", config)
-    rounds = Rounds(read_dflash2(source, target_config()), ExportPlan(precision), folder / "out")
+    rounds = Rounds(read_dflash2(source, target_config()), plan or ExportPlan("fp32"), folder / "out")
     return rounds, load_zlab(source, RULES["all_sliding_not_causal"])
 
 
@@ -263,16 +269,70 @@ def test_dflash2_convolutions_over_several_rounds(taps: int, tmp_path: Path):
 @pytest.mark.parametrize(("precision", "tolerance"), [("fp32", PROMISE), ("fp16", 0.02)])
 @pytest.mark.parametrize("rows", [1, 7])
 def test_dflash2_scores_every_pair_of_neighbours(rows: int, precision: str, tolerance: float, tmp_path: Path):
-    rounds, reference = dflash2(tmp_path, precision)
-    random, anchor = np.random.default_rng(3), 42
+    check_scores(*dflash2(tmp_path, ExportPlan(precision)), rows, tolerance)
+
+
+def selected(rounds: Rounds, rows: int) -> tuple[dict[str, np.ndarray], np.ndarray, np.ndarray]:
+    """What a select graph is fed with, and the tokens [N,K] and scores [N,K,K] it gives."""
+    random = np.random.default_rng(3)
     hidden = random.normal(0, 1, (rows, HIDDEN)).astype(rounds.dtype)
     logits = random.normal(0, 5, (rows, VOCAB)).astype(np.float32)
-    feeds = {"hidden": hidden, "logits": logits, "anchor": np.array([anchor])}
-    tokens, scores = rounds.sessions["select"].run(None, feeds)
-    known = torch.from_numpy(hidden.astype(np.float32)), torch.from_numpy(logits)
+    feeds = {"hidden": hidden, "logits": logits, "anchor": np.array([42])}
+    return feeds, *rounds.sessions["select"].run(None, feeds)
+
+
+def check_scores(rounds: Rounds, reference: DFlashReference, rows: int, tolerance: float) -> None:
+    feeds, tokens, scores = selected(rounds, rows)
+    anchor = feeds["anchor"][0]
+    known = torch.from_numpy(feeds["hidden"].astype(np.float32)), torch.from_numpy(feeds["logits"])
     for row in range(rows):
         before = tokens[row - 1] if row else [anchor] * tokens.shape[1]
         for index, token in enumerate(before):
             expected_tokens, expected = reference.pair_scores(*known, row, int(token))
             np.testing.assert_array_equal(tokens[row], expected_tokens.numpy())
             np.testing.assert_allclose(scores[row, index], expected.numpy(), atol=tolerance)
+
+
+def test_dflash2_from_gguf(tmp_path: Path):
+    draft = read_dflash_gguf(write_dflash_gguf(tmp_path / "draft.gguf", DFLASH2), target_config())
+    rounds = Rounds(draft, ExportPlan("fp32"), tmp_path / "out")
+    reference = load_zlab(write_dflash(tmp_path / "source", DFLASH2), RULES["all_sliding_not_causal"])
+    for first in (1, 17, 300):
+        assert worst(rounds.errors(reference, first)) <= PROMISE
+    check_scores(rounds, reference, 7, PROMISE)
+
+
+def with_exact_products(rounds: Rounds, folder: Path) -> None:
+    """Let MatMulNBits leave activations as they are, which it rounds to 8 bits because that is faster."""
+    for role in rounds.sessions:
+        model = onnx.load(folder / f"{role}.onnx", load_external_data=False)
+        for node in model.graph.node:
+            kept = [attribute for attribute in node.attribute if attribute.name != "accuracy_level"]
+            del node.attribute[:]
+            node.attribute.extend(kept)
+        onnx.save(model, folder / f"{role}.onnx")
+        rounds.sessions[role] = _session(folder / f"{role}.onnx")
+
+
+@pytest.mark.parametrize(("precision", "rounded"), [("fp32", 1e-4), ("int4", 0.5)])
+@pytest.mark.parametrize("rank", [12, 32])  # a codebook is in blocks if there are whole ones
+def test_dflash2_graphs_of_both_profiles_agree(rank: int, precision: str, rounded: float, tmp_path: Path):
+    ort_rounds, reference = dflash2(tmp_path / "ort", ExportPlan(precision, ("ort",)), selector_rank=rank)
+    std_rounds, _ = dflash2(tmp_path / "std", ExportPlan(precision, ("std",)), selector_rank=rank)
+
+    def difference() -> float:
+        _, tokens, scores = selected(ort_rounds, 7)
+        _, same_tokens, same_scores = selected(std_rounds, 7)
+        np.testing.assert_array_equal(tokens, same_tokens)
+        pairs = [(scores, same_scores)]
+        for first in (1, 17, 300):
+            both = zip(ort_rounds.played(first), std_rounds.played(first), strict=True)
+            pairs += [(one, other) for (_, one), (_, other) in both]
+        return max(float(np.abs(one - other).max()) for one, other in pairs)
+
+    assert difference() <= rounded
+    with_exact_products(ort_rounds, tmp_path / "ort/out")
+    assert difference() <= 1e-4
+    check_scores(std_rounds, reference, 7, 0.1 if precision == "int4" else PROMISE)
+    kinds = {node.op_type for node in onnx.load(tmp_path / "ort/out/select.onnx").graph.node}
+    assert ("GatherBlockQuantized" in kinds) == (precision == "int4" and rank == 32)

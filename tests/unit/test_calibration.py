@@ -12,10 +12,12 @@ import numpy as np
 import pytest
 
 from oxidize.runtime.bundle import open_bundle
-from oxidize.runtime.calibration import Calibration, Meter, calibrate, draft_curve, load_or_calibrate, measure
+from oxidize.runtime.calibration import Calibration, calibrate, draft_curve, load_or_calibrate, measure
 from oxidize.runtime.calibration_store import measurement_key
 from oxidize.runtime.costs import CostCurve
+from oxidize.runtime.drafters.draft_model import DraftModel
 from oxidize.runtime.machine import Machine, describe_machine
+from oxidize.runtime.meters import PassMeter
 from oxidize.runtime.session import RuntimeOptions
 from oxidize.runtime.target import Rows, Target
 
@@ -64,7 +66,7 @@ class SlowModel:
 
     def calibrate(self, budget_s: float) -> Calibration:
         model: Any = self
-        return calibrate(model, {}, budget_s, self.clock)
+        return calibrate(model, (), budget_s, self.clock)
 
     def widths(self) -> Counter[int]:
         return Counter(width for width, _ in self.passes)
@@ -173,7 +175,7 @@ def test_target_and_drafts_share_one_budget() -> None:
     target, draft = SlowModel(7.0, 2.0), SlowModel(2.0, 0.5)
     shared: Any = lambda: target.now + draft.now  # noqa: E731
     models: list[Any] = [target, draft]
-    meters = [Meter(models[0], True, shared), Meter(models[1], False, shared)]
+    meters = [PassMeter(models[0], True, shared), PassMeter(models[1], False, shared)]
     effort = measure(meters, 0.4, shared)
     assert 0.3 < effort.seconds <= 0.45
     assert set(draft.widths()) == {1, 2}
@@ -204,7 +206,7 @@ def logits(target: Target, tokens: list[int]) -> np.ndarray:
 @pytest.mark.parametrize("options", [{}, {"floor": 2}, {"slots": 2}])
 def test_a_calibrated_target_is_as_good_as_new(make_target, profile: str, options: dict[str, int]) -> None:
     target, fresh = make_target(profile=profile, **options), make_target(profile=profile, **options)
-    calibrate(target, {}, 0.05)
+    calibrate(target, (), 0.05)
     assert target.cache.lengths[0] == 0 and target.held(0) == []
     assert target.cache.capacity == fresh.cache.capacity
     assert np.array_equal(logits(target, [5, 6, 7, 8]), logits(fresh, [5, 6, 7, 8]))
@@ -215,46 +217,45 @@ def test_a_text_goes_on_after_a_calibration(make_target) -> None:
     target, fresh = make_target(floor=2), make_target(floor=2)
     for each in (target, fresh):
         logits(each, [5, 6, 7])
-    calibrate(target, {}, 0.05)
+    calibrate(target, (), 0.05)
     assert target.held(0) == [5, 6, 7]
     assert np.array_equal(logits(target, [8, 9]), logits(fresh, [8, 9]))
 
 
 def test_the_second_time_nothing_is_run(make_target, tmp_path: Path) -> None:
-    first = load_or_calibrate(make_target(), {}, OPTIONS, tmp_path, 0.05)
+    first = load_or_calibrate(make_target(), (), OPTIONS, tmp_path, 0.05)
     target = make_target()
-    assert load_or_calibrate(target, {}, OPTIONS, tmp_path, 0.05) == first
+    assert load_or_calibrate(target, (), OPTIONS, tmp_path, 0.05) == first
     assert target.passes == 0
     assert first.target.points[0][0] == 1 and first.measured_at.endswith("+00:00")
 
 
 def test_a_smaller_budget_is_content_and_a_larger_measures_again(make_target, tmp_path: Path) -> None:
-    load_or_calibrate(make_target(), {}, OPTIONS, tmp_path, 0.05)
+    load_or_calibrate(make_target(), (), OPTIONS, tmp_path, 0.05)
     smaller, larger, after = make_target(), make_target(), make_target()
-    load_or_calibrate(smaller, {}, OPTIONS, tmp_path, 0.01)
-    load_or_calibrate(larger, {}, OPTIONS, tmp_path, 0.1)
-    load_or_calibrate(after, {}, OPTIONS, tmp_path, 0.1)
+    load_or_calibrate(smaller, (), OPTIONS, tmp_path, 0.01)
+    load_or_calibrate(larger, (), OPTIONS, tmp_path, 0.1)
+    load_or_calibrate(after, (), OPTIONS, tmp_path, 0.1)
     assert (smaller.passes, after.passes) == (0, 0) and larger.passes > 0
 
 
 def test_refreshing_measures_again(make_target, tmp_path: Path) -> None:
-    load_or_calibrate(make_target(), {}, OPTIONS, tmp_path, 0.05)
+    load_or_calibrate(make_target(), (), OPTIONS, tmp_path, 0.05)
     target = make_target()
-    found = load_or_calibrate(target, {}, OPTIONS, tmp_path, 0.05, refresh=True)
+    found = load_or_calibrate(target, (), OPTIONS, tmp_path, 0.05, refresh=True)
     assert target.passes > 0
-    assert load_or_calibrate(make_target(), {}, OPTIONS, tmp_path, 0.05) == found
+    assert load_or_calibrate(make_target(), (), OPTIONS, tmp_path, 0.05) == found
 
 
 def test_only_what_is_missing_is_measured(make_target, tmp_path: Path) -> None:
-    alone = load_or_calibrate(make_target(), {}, OPTIONS, tmp_path, 0.05)
+    alone = load_or_calibrate(make_target(), (), OPTIONS, tmp_path, 0.05)
     target, draft = make_target(), make_target(seed=1)
-    both = load_or_calibrate(target, {"small": draft}, OPTIONS, tmp_path, 0.05)
+    both = load_or_calibrate(target, [DraftModel(draft, name="small")], OPTIONS, tmp_path, 0.05)
     assert target.passes == 0 and draft.passes > 0
     assert both.target == alone.target and list(both.drafts) == ["small"]
     again = make_target(seed=1)
-    assert load_or_calibrate(make_target(), {"other name": again}, OPTIONS, tmp_path, 0.05).drafts == {
-        "other name": both.drafts["small"]
-    }
+    renamed = load_or_calibrate(make_target(), [DraftModel(again, name="other name")], OPTIONS, tmp_path, 0.05)
+    assert renamed.drafts == {"other name": both.drafts["small"]}
     assert again.passes == 0
 
 
@@ -262,14 +263,14 @@ def test_without_a_folder_nothing_is_kept(make_target, tmp_path: Path, monkeypat
     monkeypatch.chdir(tmp_path)
     for _ in range(2):
         target = make_target()
-        load_or_calibrate(target, {}, OPTIONS, None, 0.05)
+        load_or_calibrate(target, (), OPTIONS, None, 0.05)
         assert target.passes > 0
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_folder_that_cannot_be_written_is_no_error(make_target, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    assert load_or_calibrate(make_target(), {}, OPTIONS, tmp_path / "file", 0.05).target.at(1) > 0
+    assert load_or_calibrate(make_target(), (), OPTIONS, tmp_path / "file", 0.05).target.at(1) > 0
 
 
 def _edit(change: Callable[[dict[str, Any]], object]) -> Callable[[str], str]:
@@ -305,7 +306,7 @@ DAMAGE = {
 def test_a_damaged_file_is_replaced(make_target, tmp_path: Path, damage: Callable[[str], str]) -> None:
     def calibrated() -> int:
         target = make_target()
-        load_or_calibrate(target, {}, OPTIONS, tmp_path, 0.05)
+        load_or_calibrate(target, (), OPTIONS, tmp_path, 0.05)
         return target.passes
 
     calibrated()
@@ -324,22 +325,22 @@ def test_a_damaged_file_is_replaced(make_target, tmp_path: Path, damage: Callabl
 def test_what_a_busy_machine_measured_is_soon_forgotten(
     make_target, tmp_path: Path, waited: float, hours: float, used: bool
 ) -> None:
-    load_or_calibrate(make_target(), {}, OPTIONS, tmp_path, 0.05)
+    load_or_calibrate(make_target(), (), OPTIONS, tmp_path, 0.05)
     (path,) = (tmp_path / "calibration").iterdir()
     moment = datetime.now(UTC) - timedelta(hours=hours)
     edit = _edit(lambda raw: raw["measurement"].update(waited=waited, measured_at=moment.isoformat()))
     path.write_text(edit(path.read_text(encoding="utf-8")), encoding="utf-8")
     target = make_target()
-    load_or_calibrate(target, {}, OPTIONS, tmp_path, 0.05)
+    load_or_calibrate(target, (), OPTIONS, tmp_path, 0.05)
     assert (target.passes == 0) == used
 
 
 def test_every_circumstance_has_a_key_of_its_own(make_target, monkeypatch: pytest.MonkeyPatch) -> None:
     target = make_target()
 
-    def key(model: Target = target, is_target: bool = True, machine: Machine = MACHINE, **options: Any) -> str:
+    def key(model: Target = target, use: str = "target", machine: Machine = MACHINE, **options: Any) -> str:
         runtime = replace(OPTIONS, **options)
-        return json.dumps(measurement_key(model, is_target, runtime, machine))
+        return json.dumps(measurement_key(model, use, runtime, machine))
 
     keys = [
         key(),
@@ -347,7 +348,7 @@ def test_every_circumstance_has_a_key_of_its_own(make_target, monkeypatch: pytes
         key(make_target(profile="std")),
         key(make_target(floor=2)),
         key(make_target(slots=2)),
-        key(is_target=False),
+        key(use="draft"),
         key(spin="off"),
         key(threads=2),
         key(provider_options={"a": "b"}),
@@ -370,9 +371,9 @@ def test_every_circumstance_has_a_key_of_its_own(make_target, monkeypatch: pytes
 def test_what_cannot_matter_is_not_in_the_key(make_target) -> None:
     target = make_target()
     same = replace(MACHINE, memory=1, gpus=())
-    assert measurement_key(target, True, OPTIONS, MACHINE) == measurement_key(target, True, OPTIONS, same)
-    by_cores = measurement_key(target, True, replace(OPTIONS, threads=0), MACHINE)
-    assert by_cores == measurement_key(target, True, replace(OPTIONS, threads=MACHINE.cores), MACHINE)
+    assert measurement_key(target, "target", OPTIONS, MACHINE) == measurement_key(target, "target", OPTIONS, same)
+    by_cores = measurement_key(target, "target", replace(OPTIONS, threads=0), MACHINE)
+    assert by_cores == measurement_key(target, "target", replace(OPTIONS, threads=MACHINE.cores), MACHINE)
 
 
 def test_the_machine_says_what_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

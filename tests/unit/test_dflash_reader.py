@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +24,13 @@ from draft_checkpoints_dflash import (
     write_speculators,
 )
 
-from oxidize.export.drafts.base import PathSelection
-from oxidize.export.drafts.dflash2 import read_dflash2, recognises_dflash2
+from oxidize.export.drafts.base import DraftCheckpoint, PathSelection
+from oxidize.export.drafts.dflash2 import SIZES, read_dflash2, recognises_dflash2
 from oxidize.export.drafts.dflash_common import default_taps
 from oxidize.export.drafts.dflash_gguf import read_dflash_gguf, recognises_dflash_gguf
 from oxidize.export.drafts.dflash_hf import read_dflash, recognises_dflash
 from oxidize.export.drafts.dflash_speculators import read_dflash_speculators, recognises_dflash_speculators
+from oxidize.export.drafts.recognise import DraftWishes, open_draft
 from oxidize.export.gguf_file import read_gguf
 from oxidize.runtime.errors import CheckpointError, UnsupportedModelError, UsageError
 
@@ -188,7 +190,7 @@ def test_gguf_target_ids_are_absolute(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "kind", "match"),
     [
-        ({"dflash.conv_kernel_size": 2}, UnsupportedModelError, "conv_kernel_size"),
+        ({"dflash.conv_kernel_size": 2}, CheckpointError, "conv_group_size must be a positive integer, not None"),
         ({"dflash.final_logit_softcapping": 30.0}, UnsupportedModelError, "final_logit_softcapping"),
         ({"dflash.rope.dimension_sections": [4, 4, 0, 0]}, UnsupportedModelError, "dimension_sections"),
         ({"dflash.attention.sliding_window_pattern": [True]}, CheckpointError, "flag for each of 3 layers"),
@@ -201,6 +203,51 @@ def test_gguf_target_ids_are_absolute(tmp_path):
 def test_gguf_refused(changes, kind, match, tmp_path):
     with pytest.raises(kind, match=match):
         read_dflash_gguf(write_dflash_gguf(tmp_path / "draft.gguf", changes=changes), target_config())
+
+
+def test_gguf_of_dflash2_is_the_checkpoint_it_was_converted_from(tmp_path):
+    draft = read_dflash_gguf(write_dflash_gguf(tmp_path / "draft.gguf", DFLASH2), target_config())
+    source = read_dflash2(write_dflash(tmp_path / "source", DFLASH2), target_config())
+    paths = draft.config.paths
+    assert paths is not None and paths.multiplier == pytest.approx(0.7)  # a float32 there
+    paths = replace(paths, multiplier=0.7)
+    assert replace(draft.config, tap_convention=source.config.tap_convention, paths=paths) == source.config
+    names = [*weights_of(DFLASH2, 0)]
+    for name in names:
+        stored = name if name.endswith(".weight") else f"{name}.weight"
+        found, right = (each.weights.read(stored, draft.weights.shape(stored)) for each in (draft, source))
+        np.testing.assert_array_equal(found, right, err_msg=name)
+    assert draft.weights.unread() == []
+    same = {"dflash.logit_scale": 0.0, "dflash.final_logit_softcapping": 0.0}  # none, in llama.cpp's words
+    path = write_dflash_gguf(tmp_path / "plain.gguf", DFLASH2, changes=same)
+    assert read_dflash_gguf(path, target_config()).config.paths == PathSelection(2, 16, 12, 5)
+
+
+@pytest.mark.parametrize(
+    ("changes", "kind", "match"),
+    [
+        ({"dflash.selector_rank": None}, CheckpointError, "selector_rank must be a positive integer, not None"),
+        ({"dflash.conv_group_size": 24}, CheckpointError, "24 does not divide hidden_size 64"),
+        ({"dflash.selector_top_k": VOCAB + 1}, CheckpointError, "exceeds the vocabulary"),
+        ({"dflash.logit_scale": -1.0}, CheckpointError, "multiplied by -1.0"),
+        ({"dflash.conv_kernel_size": 3}, CheckpointError, r"attention_conv.base_kernel.* shape \[4, 64\]"),
+        (
+            {f"dflash.{key}": None for key in SIZES},
+            UnsupportedModelError,
+            "logit_scale|final_logit_softcapping",
+        ),
+    ],
+)
+def test_gguf_of_dflash2_refused(changes, kind, match, tmp_path):
+    with pytest.raises(kind, match=match):
+        read_dflash_gguf(write_dflash_gguf(tmp_path / "draft.gguf", DFLASH2, changes=changes), target_config())
+
+
+def test_gguf_with_tensors_of_dflash2_but_none_of_its_keys(tmp_path):
+    keys = {f"dflash.{key}": None for key in SIZES}
+    changes = {**keys, "dflash.logit_scale": None, "dflash.final_logit_softcapping": None}
+    with pytest.raises(UnsupportedModelError, match=r"tensor .*(conv|selector).* is not part of a DFlash draft"):
+        read_dflash_gguf(write_dflash_gguf(tmp_path / "draft.gguf", DFLASH2, changes=changes), target_config())
 
 
 def test_gguf_of_a_fork_or_a_descendant_is_refused(tmp_path):
@@ -335,12 +382,12 @@ def test_a_draft_of_another_target_can_be_forced_as_long_as_its_taps_exist(tmp_p
     source = write_dflash(tmp_path / "draft", changed(num_target_layers=12))
     with pytest.raises(UsageError, match=r"12 layers, this one has 9.*--force-dflash"):
         read_dflash(source, target_config())
-    warnings: list[str] = []
-    assert read_dflash(source, target_config(), warnings.append).config.taps == (1, 3, 6)
-    assert len(warnings) == 1 and "12 layers" in warnings[0]
+    draft = read_dflash(source, target_config(), force=True)
+    assert draft.config.taps == (1, 3, 6) and draft.mismatch == "made for a target of 12 layers, this one has 9"
+    assert read_dflash(write_dflash(tmp_path / "right", VARIANTS["qwen3"]), target_config(), force=True).mismatch is None
     far = write_dflash(tmp_path / "far", changed(own(target_layer_ids=[1, 3, 11]), num_target_layers=12))
     with pytest.raises(UsageError, match="layer 11"):
-        read_dflash(far, target_config(), warnings.append)
+        read_dflash(far, target_config(), force=True)
 
 
 def test_recognition(tmp_path):
@@ -364,6 +411,14 @@ def test_dflash2_configs(tmp_path):
 
 def test_dflash2_is_never_read_as_dflash(tmp_path):
     source = write_dflash(tmp_path / "draft", DFLASH2)
+    opened = open_draft(str(source), target_config(), DraftWishes())
+    assert isinstance(opened, DraftCheckpoint) and opened.config.paths is not None
+    opened = open_draft(str(write_dflash_gguf(tmp_path / "draft.gguf", DFLASH2)), target_config(), DraftWishes())
+    assert isinstance(opened, DraftCheckpoint) and opened.config.paths is not None
+    for names in ([], ["DFlashDraftModel"], ["DFlash2DraftModel", "DFlashDraftModel"], ["DFlash3DraftModel"]):
+        other = write_dflash(tmp_path / f"other{len(names)}{len(str(names))}", changed(DFLASH2, architectures=names))
+        with pytest.raises(UnsupportedModelError):
+            open_draft(str(other), target_config(), DraftWishes())
     with pytest.raises(UnsupportedModelError, match="DFlash2"):
         read_dflash(source, target_config())
     with pytest.raises(CheckpointError, match=r"no tensor layers.0.attention_conv.base_kernel.weight.*\[4, 64\]"):
@@ -378,6 +433,7 @@ def test_dflash2_is_never_read_as_dflash(tmp_path):
         ({"selector_top_k": VOCAB + 1}, "exceeds the vocabulary"),
         ({"selector_rank": None}, "selector_rank must be a positive integer"),
         ({"selector_rank": 13}, r"predecessor_codebook.* has shape \[320, 12\], expected \[320, 13\]"),
+        ({"output_multiplier": 0.0}, "multiplied by 0.0, expected a positive number"),
         ({"novel": 1}, "novel"),
     ],
 )

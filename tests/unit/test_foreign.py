@@ -314,7 +314,7 @@ def giant(graph: onnx.GraphProto) -> None:
 
 GRAPHS: dict[str, tuple[Change, tuple[str, ...]]] = {
     "other attention": (other_attention, ("MultiHeadAttention", "shared buffer")),
-    "growing cache": (no_attention, ("a cache that grows", "GroupQueryAttention")),
+    "unknown attention": (no_attention, ("present.0.key comes from com.microsoft::Custom",)),
     "fewer attentions": (dropped_attention, ("1 GroupQueryAttention nodes for 2 layers",)),
     "quantised cache": (quantised_cache, ("a quantised cache",)),
     "attention bias": (biased, ("an attention bias",)),
