@@ -84,20 +84,10 @@ def _diagnose(
     target = Target(bundle, runtime, floor=2 if exact else 1)
     drafters = _open_drafts(bundle, drafts, runtime, target)
     calibration = load_or_calibrate(target, drafters, runtime, cache_folder(), _BUDGET_S, refresh)
-    threads, most = runtime.threads or usable_cores(), _most_tokens(bundle)
+    threads, most = runtime.threads or usable_cores(), {each.name: each.most for each in drafters if each.most}
     return Diagnosis(
         str(folder), bundle.manifest.precision, target.provider, threads, runtime.spin, exact, calibration, most
     )
-
-
-def _most_tokens(bundle: "Bundle") -> dict[str, int]:
-    """By name, how many tokens drafts inside `bundle` propose at most, where a block limits them."""
-    found = {draft.name: draft.neural for draft in bundle.manifest.drafts if draft.neural is not None}
-    return {
-        name: neural.block_size - (0 if neural.sample_from_anchor else 1)
-        for name, neural in found.items()
-        if neural.block_size > 1
-    }
 
 
 def _open_drafts(

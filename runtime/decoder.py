@@ -205,7 +205,13 @@ class SpeculativeDecoder:
         forced = [Source(GRAMMAR, free=True)] if grammar and config.draft_tokens_per_step else []
         curves = self._calibration.drafts if self._calibration is not None else {}
         sources = [
-            Source(drafter.name, drafter.free, curves.get(drafter.name), self._hopes.get(drafter.name, HOPE))
+            Source(
+                name=drafter.name,
+                free=drafter.free,
+                draft=curves.get(drafter.name),
+                hope=self._hopes.get(drafter.name, HOPE),
+                most=drafter.most,
+            )
             for drafter in drafters
         ]
         return Policy(bounds, self._cost, [*forced, *sources])

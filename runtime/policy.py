@@ -34,12 +34,14 @@ class Source:
     free: proposing costs next to nothing; what it proposes is at hand when `plan` is called, as an Offer.
     draft: calibrated milliseconds of proposing k tokens, if it costs something and that is known.
     hope: the chance that its first token is kept, as earlier texts may have taught (see `Policy.hopes`).
+    most: tokens it can propose at most, where that is bounded.
     """
 
     name: str
     free: bool
     draft: CostCurve | None = None
     hope: float = HOPE
+    most: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +119,10 @@ class Policy:
         self.state = State.PREFILL
         self.reason = ""
         self._tracks = {
-            source.name: Track(source.name, source.free, source.draft, config.max_k, source.hope) for source in sources
+            source.name: Track(
+                source.name, source.free, source.draft, min(config.max_k, source.most or config.max_k), source.hope
+            )
+            for source in sources
         }
         self._computed = [track for track in self._tracks.values() if not track.free]
         self._ledger = Ledger()
@@ -222,7 +227,7 @@ class Policy:
                 count, length = min(most, offer.available), offer.match_length
                 yield track, track.estimate(length).chances(count, length), length
             elif not track.free:
-                yield track, track.by_position.chances(most), 0
+                yield track, track.by_position.chances(min(most, track.most)), 0
 
     def _nothing(self, most: int, offers: Sequence[Offer]) -> Plan:
         """A plain round, or a probe; the end of speculation if there has been nothing for long enough."""
@@ -233,7 +238,7 @@ class Policy:
             if track.in_use:
                 track.give_up(self._tokens)
         for track in self._computed:
-            k = track.probe(most, self._tokens, self._ledger, self.cost)
+            k = track.probe(min(most, track.most), self._tokens, self._ledger, self.cost)
             if k:
                 self._probing = True
                 return self._ask(track, k)

@@ -35,13 +35,14 @@ class Ledger:
 class Track:
     """What is known of one source: its cost, its acceptance, and, if its drafts cost something, when to probe it.
 
-    hope: the chance of its first token that a source whose drafts cost something begins with.
+    most: tokens it is asked for at most. hope: the chance of its first token that a source whose drafts cost something
+    begins with.
     """
 
-    def __init__(self, name: str, free: bool, draft: CostCurve | None, max_k: int, hope: float = HOPE) -> None:
-        self.name, self.free, self._max_k = name, free, max_k
+    def __init__(self, name: str, free: bool, draft: CostCurve | None, most: int, hope: float = HOPE) -> None:
+        self.name, self.free, self.most = name, free, most
         self.cost = DraftCost(draft)
-        self.by_position = ByPosition(_SURE if free else hope, max_k)
+        self.by_position = ByPosition(_SURE if free else hope, most)
         self.by_context = ByContext()
         self.pause: int | None = None  # rounds between the last two times it was asked; None before the second
         self.in_use = False  # it was chosen, and not given up since
@@ -113,14 +114,14 @@ class Track:
         kept_all = accepted == proposed
         self._step, self._run = (self._step + 1, self._run + accepted) if kept_all else (0, 0)
         if accepted == 0:
-            k = self._length(min(self._max_k, _LONGEST_PROBE), target)
+            k = self._length(min(self.most, _LONGEST_PROBE), target)
             loss = self._price(k, target) - expected_kept(self.by_position.chances(k))
             self._gap = min(2 * self._gap, int(min(max(_PACE * loss / _INCOME, _SHORT_GAP), _LONG_GAP)))
         self._due = tokens + (0 if accepted else self._gap)
         if self._run < _CONVINCED:
             return 0
         run, self._run = self._run, 0
-        self.by_position = ByPosition(_SURE, self._max_k)
+        self.by_position = ByPosition(_SURE, self.most)
         return run
 
     def _length(self, most: int, target: PassCost) -> int:

@@ -90,6 +90,7 @@ class FakeDraft:
     free = False
     watches = False
     known = 0
+    most = None
     passes = 0
     ort_ns = 0
 

@@ -69,6 +69,11 @@ class Drafter(Protocol):
     known: int
 
     @property
+    def most(self) -> int | None:
+        """Tokens of a proposal at most; None where nothing bounds it."""
+        ...
+
+    @property
     def passes(self) -> int:
         """Forward passes so far."""
         ...
@@ -112,6 +117,7 @@ class TokenReader:
 
     watches = False
     known = 0
+    most = None
 
     def watch(self, start: int, rows: PassRows) -> None:
         """Nothing to do."""

@@ -49,6 +49,11 @@ class DFlash(RowReader):
         self._nothing = Tensor((1, 1, hidden_size), self._passes.dtype, self._passes.device)
 
     @property
+    def most(self) -> int:
+        """Tokens that a block proposes."""
+        return self.plan.most
+
+    @property
     def ort_ns(self) -> int:
         """Nanoseconds in the draft's own sessions so far; the target's embed and head count with the target."""
         return super().ort_ns + self._reader.ort_ns

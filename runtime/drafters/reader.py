@@ -39,6 +39,7 @@ class RowReader(ABC):
 
     free = False
     watches = True
+    most = None
     _ahead = 0  # tokens behind a row's own that reading it needs
 
     def __init__(self, parts: DraftParts) -> None:

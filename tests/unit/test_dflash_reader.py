@@ -384,7 +384,8 @@ def test_a_draft_of_another_target_can_be_forced_as_long_as_its_taps_exist(tmp_p
         read_dflash(source, target_config())
     draft = read_dflash(source, target_config(), force=True)
     assert draft.config.taps == (1, 3, 6) and draft.mismatch == "made for a target of 12 layers, this one has 9"
-    assert read_dflash(write_dflash(tmp_path / "right", VARIANTS["qwen3"]), target_config(), force=True).mismatch is None
+    right = write_dflash(tmp_path / "right", VARIANTS["qwen3"])
+    assert read_dflash(right, target_config(), force=True).mismatch is None
     far = write_dflash(tmp_path / "far", changed(own(target_layer_ids=[1, 3, 11]), num_target_layers=12))
     with pytest.raises(UsageError, match="layer 11"):
         read_dflash(far, target_config(), force=True)

@@ -399,3 +399,17 @@ def test_a_plan_costs_microseconds() -> None:
         made.plan(32, [Offer("ngram", 32, 5)])
         times.append(perf_counter_ns() - start)
     assert sorted(times)[len(times) // 10] < 100_000  # about 15 microseconds on a quiet machine
+
+
+@pytest.mark.parametrize("adaptive", [True, False])
+def test_no_more_is_asked_of_a_source_than_it_can_propose(adaptive: bool) -> None:
+    """A block has an end: what lies behind it is neither priced nor planned."""
+    source = Source("block", False, CostCurve(((1, 0.1), (15, 0.1))), most=7)
+    made = Policy(PolicyConfig(15, 0.0, adaptive), PassCost(CostCurve(((1, 10.0), (16, 10.1)))), [source])
+    made.start()
+    asked = []
+    for _ in range(40):
+        plan = made.plan(20, [])
+        asked.append(plan.k)
+        made.record("block", plan.k, plan.k, 0)
+    assert max(asked) == 7 and asked[-1] == 7
