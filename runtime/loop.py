@@ -214,8 +214,8 @@ def _accept(turn: _Turn, logits: np.ndarray) -> tuple[Acceptance, list[Law]]:
         return made[-1]
 
     # A proposal without a law is certain, and for those the match rule accepts just as often as the reject rule, and
-    # keeps the text a function of the seed alone.
-    match = sequence.strict or turn.proposal.laws is None
+    # keeps the text a function of the seed alone. Where the target's law is certain both rules are the same.
+    match = sequence.strict or turn.proposal.laws is None or sequence.laws.params.greedy
     rule = accept_match if match else accept_reject
     return rule(turn.proposal, law_at, sequence.key, position), made
 

@@ -227,7 +227,7 @@ class Policy:
                 count, length = min(most, offer.available), offer.match_length
                 yield track, track.estimate(length).chances(count, length), length
             elif not track.free:
-                yield track, track.by_position.chances(min(most, track.most)), 0
+                yield track, track.by_position.chances(most), 0
 
     def _nothing(self, most: int, offers: Sequence[Offer]) -> Plan:
         """A plain round, or a probe; the end of speculation if there has been nothing for long enough."""

@@ -29,6 +29,8 @@ _LOWEST = np.finfo(np.float32).min
 _SMALLEST = math.ulp(0.0)
 _CHUNK = 8192  # entries of a law drawn from at a time: the work stays in the cache of the core
 _ROUNDING = 1 + 1e-9  # keeps rounding from excluding the winner of a race
+_CERTAIN = np.ones(1)  # the probabilities of a law of one token
+_CERTAIN.flags.writeable = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +79,7 @@ class Law:
     @classmethod
     def one_hot(cls, token: int) -> "Law":
         """Return the law that always gives `token`."""
-        return cls(np.array([token]), np.ones(1))
+        return cls(np.array([token]), _CERTAIN)
 
     def prob(self, token: int) -> float:
         """Return the probability of one id; 0 for an id outside the law."""

@@ -192,12 +192,15 @@ class Binding:
         self._io, self._device = io, device
         self._raw = io._iobinding
         self._kept: dict[tuple[str, str], Tensor] = {}  # keeps what ORT points at alive
+        self._read: dict[str, tuple[int, tuple[int, ...]]] = {}  # by input, where it is read from and as what shape
 
     def bind_input(self, name: str, tensor: Tensor, shape: tuple[int, ...], offset: int = 0) -> None:
         """Bind a prefix of `tensor`, starting `offset` elements in, read as `shape`."""
         pointer = tensor.pointer + offset * tensor.dtype.itemsize
-        device = tensor.device
-        self._io.bind_input(name, device.kind, device.id, tensor.dtype, list(shape), pointer)
+        if self._read.get(name) != (pointer, shape):
+            device = tensor.device
+            self._io.bind_input(name, device.kind, device.id, tensor.dtype, list(shape), pointer)
+            self._read[name] = (pointer, shape)
         self._kept["in", name] = tensor
 
     def bind_output(self, name: str, tensor: Tensor, shape: tuple[int, ...], offset: int = 0) -> None:

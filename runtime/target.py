@@ -101,9 +101,10 @@ class Target:
         for role in ("embed", "body", "head") if wanted else ("embed", "body"):
             self.sessions[role].run(current.bindings[role])
         self.passes += 1
-        starts = ((request.slot - layout.low) * layout.width for request in requests)
-        self._spans = [(start, start + len(request.tokens)) for start, request in zip(starts, requests, strict=True)]
+        self._spans.clear()
         for request in requests:
+            start = (request.slot - layout.low) * layout.width
+            self._spans.append((start, start + len(request.tokens)))
             self._remember(request)
         return self._split(requests)
 

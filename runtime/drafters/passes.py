@@ -153,10 +153,10 @@ class DraftPasses:
     def _place(self, inputs: dict[str, Tensor], shape: PassShape) -> None:
         start = self.length
         first = start + shape.context  # the place of the first of the S rows in the cache
-        positions = np.minimum(np.arange(first, first + shape.rows), self._last)  # [S]
         if "context_positions" in inputs:
             inputs["context_positions"].write(np.arange(start, first))
-        inputs["position_ids"].write(positions)
+        positions = range(first, first + shape.rows)  # [S]
+        inputs["position_ids"].write([min(position, self._last) for position in positions])
         inputs["write_indices"].write(start)
         _fill_mask(_plane(inputs["attn_mask"]), first, self._rule.causal)
         if "attn_mask_sliding" in inputs:

@@ -47,10 +47,9 @@ class PendingRows:
             raise ValueError(f"rows from {position} on do not follow those up to {self._start + self._count}")
         self._make_room(rows)
         host, column = self._host()[self._count : self._count + rows], 0
-        with np.errstate(over="ignore"):  # what float16 cannot hold shows in the draft's output
-            for part in parts:
-                host[:, column : column + part.shape[1]] = part
-                column += part.shape[1]
+        for part in parts:
+            _copy(part, host[:, column : column + part.shape[1]])
+            column += part.shape[1]
         self._count += rows
 
     def before(self, position: int) -> int:
@@ -89,3 +88,12 @@ class PendingRows:
         host = self.tensor.host
         assert host is not None
         return host
+
+
+def _copy(part: np.ndarray, place: np.ndarray) -> None:
+    """Copy numbers; what float16 cannot hold shows in the draft's output."""
+    if part.dtype == place.dtype:
+        place[...] = part
+        return
+    with np.errstate(over="ignore"):
+        place[...] = part
