@@ -1,6 +1,7 @@
 """Options that say how an answer is generated, and the request they make. Shared by the commands that generate."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -79,11 +80,9 @@ def request_of(options: dict[str, Any]) -> "Request":
 def _config(options: dict[str, Any]) -> Any:
     from oxidize.runtime.decoder import SpeculativeConfig
 
-    return SpeculativeConfig(
-        draft_tokens_per_step=0 if options["no_spec"] else _draft_tokens(options["draft_tokens"]),
-        max_new_tokens=options["max_tokens"],
-        strict_mode=options["strict"],
-    )
+    drafted = 0 if options["no_spec"] else _draft_tokens(options["draft_tokens"])
+    config = SpeculativeConfig(drafted, options["max_tokens"], strict_mode=options["strict"])
+    return replace(config, min_acceptance_rate=0.0) if options["draft_tokens"] == "auto" else config  # costs decide
 
 
 def _draft_tokens(value: str) -> int:
