@@ -55,7 +55,7 @@ def parse_arguments() -> argparse.Namespace:
 def make_sides(arguments: argparse.Namespace) -> dict[str, tuple[Engine, SpeculativeConfig]]:
     """Plain and with lookup, each with the floor of exact mode and without."""
     tokens = arguments.tokens or 128
-    plain, drafted = SpeculativeConfig(0, tokens), SpeculativeConfig(DEFAULT_DRAFT_TOKENS, tokens)
+    plain, drafted = SpeculativeConfig(0, tokens), SpeculativeConfig(DEFAULT_DRAFT_TOKENS, tokens, 0.0)
     return {
         PLAIN: (open_engine(arguments), plain),
         "exact": (open_engine(arguments, exact=True), plain),

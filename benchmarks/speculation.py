@@ -82,7 +82,7 @@ def make_sides(engine: Engine, arguments: argparse.Namespace) -> dict[str, Side]
     tokens = arguments.tokens
     sides = {
         PLAIN: Side(SpeculativeDecoder(engine.target), SpeculativeConfig(0, tokens)),
-        AUTO: Side(_drafting(engine), SpeculativeConfig(DEFAULT_DRAFT_TOKENS, tokens)),
+        AUTO: Side(_drafting(engine), SpeculativeConfig(DEFAULT_DRAFT_TOKENS, tokens, 0.0)),
     }
     for k in arguments.fixed_k:
         config = SpeculativeConfig(k, tokens, min_acceptance_rate=0.0, adaptive=False)

@@ -312,7 +312,8 @@ def _choose_graphs(bundle: Bundle, provider: str, slots: int, floor: int) -> dic
                 return {"embed": embed, "body": body, "head": head}
     raise BundleError(
         f"{bundle.folder} has no graphs for {slots} slots on provider {provider}; "
-        "export it again with --profile std (any batch, TensorRT) or --profile ort (CPU, CUDA)"
+        "export it again with --profile std (any batch, TensorRT) or --profile ort (CPU, CUDA); "
+        "what was wrapped has one slot"
     )
 
 
