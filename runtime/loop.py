@@ -180,7 +180,10 @@ def _choose(sequence: Generation, room: int, offers: dict[str, Proposal]) -> tup
         return plan.source, _first(offers[plan.source], plan.k)
     drafter = next(drafter for drafter in sequence.drafters if drafter.name == plan.source)
     start = perf_counter_ns()
-    proposal = drafter.propose(sequence.committed, plan.k, sequence.context)
+    try:
+        proposal = drafter.propose(sequence.committed, plan.k, sequence.context)
+    except OxidizeError as error:
+        raise type(error)(f"draft {drafter.name!r}: {error}; without it: --draft-model none") from error
     policy.record_draft_cost(plan.source, len(proposal.tokens), (perf_counter_ns() - start) / 1e6)
     return plan.source, _until_end(proposal, sequence.eos)
 

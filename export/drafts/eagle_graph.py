@@ -65,8 +65,7 @@ def _fc(scope: Scope, features: str, projection: Projection) -> str:
     wide = {"to": graph.element_type("float32")}
     terms = [graph.op("Cast", [value], f"{name}.{part}32", wide) for part, value in (("x", features), ("w", weight))]
     product = graph.op("MatMul", terms, f"{name}.matmul")
-    bounds = [graph.constant(f"{name}.{end}", np.array(end * _HALF_MAX, np.float32)) for end in (-1, 1)]
-    product = graph.op("Clip", [product, *bounds], f"{name}.clip")
+    product = _clipped(scope, product, "float32", f"{name}.clip")
     return graph.op("Cast", [product], name, {"to": graph.element_type("float16")})
 
 
@@ -75,9 +74,10 @@ def _draft(config: DraftConfig, scope: Scope) -> None:
     graph, model = scope.graph, config.model
     stream = _first_layer(config, scope)
     for index in range(1, model.layers):
+        stream = _bounded(scope, stream, f"layers.{index}.stream")
         x, residual = residual_norm(scope, stream, f"model.layers.{index}.input_layernorm")
         stream = decoder_layer(model.architecture)(scope, index, x, residual)
-    hidden, residual = residual_norm(scope, stream, "model.norm")
+    hidden, residual = residual_norm(scope, _bounded(scope, stream, "stream"), "model.norm")
     graph.output("recycled", hidden if config.flags["norm_output"] else residual)
     graph.output("hidden", hidden)
 
@@ -92,5 +92,21 @@ def _first_layer(config: DraftConfig, scope: Scope) -> Stream:
     attend = attention_qk_norm if model.qk_norm else attention
     attended = attend(scope, 0, both, 2 * hidden)
     residual = normed if config.flags["norm_before_residual"] else feature
-    x, residual = residual_norm(scope, Stream(residual, attended), f"{name}.post_attention_layernorm")
+    stream = _bounded(scope, Stream(residual, attended), "layers.0.stream")
+    x, residual = residual_norm(scope, stream, f"{name}.post_attention_layernorm")
     return Stream(residual, gated_mlp(scope, x, f"{name}.mlp"))
+
+
+def _bounded(scope: Scope, stream: Stream, name: str) -> Stream:
+    """The stream; at float16 as one value no larger than its largest number, which what `_fc` gives may be already."""
+    if scope.plan.dtype == "float32" or stream.delta is None:
+        return stream
+    total = scope.graph.op("Add", [stream.base, stream.delta], f"{name}.sum")
+    return Stream(_clipped(scope, total, "float16", name))
+
+
+def _clipped(scope: Scope, value: str, dtype: str, name: str) -> str:
+    """A value of `dtype` within float16's range."""
+    graph = scope.graph
+    bounds = [graph.constant(f"{dtype}.{end * _HALF_MAX}", np.array(end * _HALF_MAX, dtype)) for end in (-1, 1)]
+    return graph.op("Clip", [value, *bounds], name)

@@ -194,3 +194,19 @@ def test_sampling_params_reach_the_law():
     first = decoder.generate([1, 2, 3], SamplingParams(temperature=1.0, seed=1))
     assert first == decoder.generate([1, 2, 3], SamplingParams(temperature=1.0, seed=1))
     assert first != decoder.generate([1, 2, 3], SamplingParams(temperature=1.0, seed=2))
+
+
+def test_a_draft_that_breaks_down_is_named():
+    class Broken(OracleDrafter):
+        name = "small"
+
+        def propose(self, committed, k, context):
+            context.law(np.full(13, np.nan, np.float32), ())
+            raise AssertionError
+
+    target = FakeTarget()
+    decoder = SpeculativeDecoder(target, Broken(target, 9), config(4, 20, adaptive=False))
+    params = SamplingParams(temperature=1.0)
+    with pytest.raises(OxidizeError, match=r"draft 'small': expected finite logits.*--draft-model none"):
+        decoder.generate([1, 2, 3], params)
+    assert len(SpeculativeDecoder(target, None, config(0, 20)).generate([1, 2, 3], params)) == 20
