@@ -21,14 +21,22 @@ SPOKEN = 24  # so few tokens that each is followed by many others, and only the 
 _SHAPE = {"num_hidden_layers": 9, "max_window_layers": 9, "head_dim": 16, "vocab_size": 320}
 
 
-def write_lively_target(folder: Path, seed: int = 0) -> Path:
-    """A random target of few words, whose layers weigh so much that its greedy text does not run in circles."""
+def write_lively_target(folder: Path, seed: int = 0, uneven_norm: bool = False) -> Path:
+    """A random target of few words, whose layers weigh so much that its greedy text does not run in circles.
+
+    uneven_norm: its final norm weighs some channels a lot more than others and its head makes up for it, so that rows
+    differ before and behind that norm, and texts do not.
+    """
     write_hf_checkpoint(folder, {**VARIANTS["qwen3"], **_SHAPE}, seed)
     weights = load_file(folder / "model.safetensors")
     for name, values in weights.items():
         if ".layers." in name and values.ndim == 2:
             weights[name] = values * np.float32(3)
     weights["lm_head.weight"][SPOKEN:] *= np.float32(0.1)
+    if uneven_norm:
+        scale = np.exp2(np.random.default_rng(seed).integers(-3, 4, len(weights["model.norm.weight"])))
+        weights["model.norm.weight"] *= scale.astype(np.float32)
+        weights["lm_head.weight"] /= scale.astype(np.float32)
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
     return folder
 
@@ -57,7 +65,11 @@ def prepare_lesson(target: Path, texts: Sequence[Sequence[int]], taps: Sequence[
 
 
 class Student:
-    """A draft in training, its tensors under the names of its checkpoint, and the arithmetic of its layers."""
+    """A draft in training, its tensors under the names of its checkpoint, and the arithmetic of its layers.
+
+    config: keys of a config.json, and of our own: "norm_offset" is added to the weights of norms, "gated" says that
+    attention is as in Qwen3-Next.
+    """
 
     def __init__(self, config: Mapping[str, Any], tensors: Mapping[str, np.ndarray]) -> None:
         self.config = config
@@ -71,7 +83,7 @@ class Student:
 
     def norm(self, x: Tensor, name: str) -> Tensor:
         scale = torch.rsqrt(x.square().mean(-1, keepdim=True) + self.config["rms_norm_eps"])
-        return x * scale * self.tensors[f"{name}.weight"]
+        return x * scale * (self.tensors[f"{name}.weight"] + self.config.get("norm_offset", 0))
 
     def project(self, x: Tensor, name: str) -> Tensor:
         return linear(x, self.tensors[f"{name}.weight"])
@@ -100,7 +112,14 @@ class Student:
         return self.project(silu(gate) * up, f"{layer}.mlp.down_proj")
 
     def queries(self, x: Tensor, layer: str, positions: Tensor) -> Tensor:
-        return self._turned(x, f"{layer}.self_attn.q", positions)
+        turned = self._turned(x, f"{layer}.self_attn.q", positions)
+        return turned[..., ::2, :, :] if self.config.get("gated") else turned
+
+    def gate(self, x: Tensor, layer: str) -> Tensor | None:
+        """[*,S,heads*D] where there is one: the query projection then gives [query, gate] for each head."""
+        if not self.config.get("gated"):
+            return None
+        return self._split(x, f"{layer}.self_attn.q")[..., 1::2, :, :].transpose(-2, -3).flatten(-2)
 
     def keys(self, x: Tensor, layer: str, positions: Tensor) -> Tensor:
         return self._turned(x, f"{layer}.self_attn.k", positions)
@@ -109,11 +128,12 @@ class Student:
         """[*,n,H] -> [*,heads,n,D]."""
         return self._split(x, f"{layer}.self_attn.v")
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, seen: Tensor, layer: str) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, seen: Tensor, layer: str, gate: Tensor | None = None) -> Tensor:
         """q [*,heads,S,D] over k and v [*,kv,C,D] where `seen` [*,S,C], then the output projection: [*,S,H]."""
         k, v = (part.repeat_interleave(q.shape[-3] // part.shape[-3], dim=-3) for part in (k, v))
         scores = (q @ k.transpose(-1, -2) * self.config["head_dim"] ** -0.5).masked_fill(~seen, -torch.inf)
         mixed = (scores.softmax(-1) @ v).transpose(-2, -3).flatten(-2)
+        mixed = mixed if gate is None else mixed * gate.sigmoid()
         return self.project(mixed, f"{layer}.self_attn.o_proj")
 
     def _split(self, x: Tensor, name: str) -> Tensor:
@@ -149,7 +169,7 @@ def dflash_loss(student: Student, lesson: Lesson, dice: torch.Generator) -> Tens
     count = lesson.ids.shape[1] - size
     anchors = torch.randperm(count, generator=dice)[:16] + 1  # [A]
     places = anchors[:, None] + torch.arange(size)  # [A,S]
-    hidden = _block_rows(student, lesson, places)[:, :, 1:]
+    hidden = block_rows(student, lesson, places)[:, :, 1:]
     logits, wanted = linear(hidden, lesson.head), lesson.ids[:, places[:, 1:]].flatten()
     if "candidate_selector.successor_codebook" not in student.tensors:
         return cross_entropy(logits.flatten(0, 2), wanted)
@@ -162,7 +182,7 @@ def dflash_loss(student: Student, lesson: Lesson, dice: torch.Generator) -> Tens
     return cross_entropy(unary.flatten(0, 2), wanted) + cross_entropy(scores.flatten(0, 2), wanted)
 
 
-def _block_rows(student: Student, lesson: Lesson, places: Tensor) -> Tensor:
+def block_rows(student: Student, lesson: Lesson, places: Tensor) -> Tensor:
     """Final hidden states [N,A,S,H] of the blocks at `places` [A,S], each behind the text before its anchor."""
     (count, size), known = places.shape, torch.arange(lesson.ids.shape[1])
     context = student.norm(student.project(lesson.features, "fc"), "hidden_norm")[:, None]  # [N,1,n,H]
@@ -190,27 +210,40 @@ def _join(context: Tensor, block: Tensor) -> Tensor:
     return torch.cat([context.expand(-1, block.shape[1], -1, -1, -1), block], dim=-2)
 
 
-def eagle_loss(student: Student, lesson: Lesson, _dice: torch.Generator, depth: int = 2) -> Tensor:
-    """Chains of `depth` drafted tokens from every row; row i of the first step predicts token i + 2.
+class ChainAttention:
+    """The one layer of drafts that go on their own rows, for chains from all rows of a text at once.
 
     In step s row i reads the target's rows up to i - s and, in place of the others, what the chain put out.
     """
+
+    def __init__(self, student: Student, layer: str) -> None:
+        self._student, self._layer = student, layer
+        self._keys: list[Tensor] = []
+        self._values: list[Tensor] = []
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """The next step, from normed rows [N,n,*] to [N,n,H]."""
+        student, layer, step, rows = self._student, self._layer, len(self._keys), torch.arange(x.shape[1])
+        self._keys.append(student.keys(x, layer, rows))
+        self._values.append(student.values(x, layer))
+        apart = rows[:, None] - rows  # [n,n]
+        seen = torch.cat([apart >= step, *(apart == step - made for made in range(1, step + 1))], dim=-1)
+        k, v = torch.cat(self._keys, dim=-2), torch.cat(self._values, dim=-2)
+        return student.attend(student.queries(x, layer, rows), k, v, seen, layer, student.gate(x, layer))
+
+
+def eagle_loss(student: Student, lesson: Lesson, _dice: torch.Generator, depth: int = 2) -> Tensor:
+    """Chains of `depth` drafted tokens from every row; row i of the first step predicts token i + 2."""
     tokens = torch.full((len(lesson.head),), -1)
     tokens[student.config["ids"]] = torch.arange(len(student.config["ids"]))
     embeds, wanted = lesson.embed[lesson.ids[:, 1:-1]], tokens[lesson.ids[:, 2:]]  # [N,n,H], [N,n]
     fused = student.project(lesson.features[:, :-2], "fc")
-    rows = torch.arange(fused.shape[1])
-    apart = rows[:, None] - rows  # [n,n]
-    keys, values, losses = [], [], []
+    attention, losses = ChainAttention(student, "midlayer"), []
     for step in range(depth):
         own = torch.cat(
             [student.norm(embeds, "midlayer.input_layernorm"), student.norm(fused, "midlayer.hidden_norm")], dim=-1
         )
-        keys.append(student.keys(own, "midlayer", rows))
-        values.append(student.values(own, "midlayer"))
-        seen = torch.cat([apart >= step, *(apart == step - made for made in range(1, step + 1))], dim=-1)
-        query = student.queries(own, "midlayer", rows)
-        stream = fused + student.attend(query, torch.cat(keys, -2), torch.cat(values, -2), seen, "midlayer")
+        stream = fused + attention(own)
         stream = stream + student.mlp(stream, "midlayer")
         logits = student.project(student.norm(stream, "norm"), "lm_head")[:, step:]
         losses.append(cross_entropy(logits.flatten(0, 1), wanted[:, step:].flatten()))

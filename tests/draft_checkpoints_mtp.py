@@ -30,12 +30,14 @@ _GGUF_NAMES = {
 }
 
 
-def head_weights(variant: str, layout: str, seed: int = 0, tables: str = "none", gated: bool = True) -> Weights:
+def head_weights(
+    variant: str | Mapping[str, Any], layout: str, seed: int = 0, tables: str = "none", gated: bool = True
+) -> Weights:
     """The head's tensors under their published names. `gated`: Qwen3-Next attention, in the "mtp" layout alone.
 
     tables: "shared" where its embedding and output matrix repeat the target's, "own" where they differ, or "none".
     """
-    config = VARIANTS[variant]
+    config = VARIANTS[variant] if isinstance(variant, str) else variant
     hidden = config["hidden_size"]
     layer = 0 if layout == "mtp" else config["num_hidden_layers"]
     shapes = {
@@ -48,11 +50,11 @@ def head_weights(variant: str, layout: str, seed: int = 0, tables: str = "none",
     shapes |= {f"{root}{name}.weight": (hidden,) for name in joined[1:]}
     shapes[f"{root}{joined[0]}.weight"] = (hidden, 2 * hidden)
     weights = {name: _random(name, shape, seed, layout == "mtp") for name, shape in shapes.items()}
-    return weights | (_tables(variant, root, layout, seed, tables) if tables != "none" else {})
+    return weights | (_tables(config, root, layout, seed, tables) if tables != "none" else {})
 
 
-def _tables(variant: str, root: str, layout: str, seed: int, tables: str) -> Weights:
-    config, target = VARIANTS[variant], random_weights(variant, seed)
+def _tables(config: Mapping[str, Any], root: str, layout: str, seed: int, tables: str) -> Weights:
+    target = random_weights(config, seed)
     embedding = target["model.embed_tokens.weight"]
     head = embedding if config["tie_word_embeddings"] else target["lm_head.weight"]
     names = [f"{root}embed_tokens.weight", f"{root}{'lm_head' if layout == 'mtp' else 'shared_head.head'}.weight"]
@@ -69,11 +71,16 @@ def write_mtp_checkpoint(
     keys: Mapping[str, Any] | None = None,
 ) -> Path:
     """A Hugging Face folder of the variant with these tensors of a head; `keys` replaces the head's config keys."""
-    write_hf_checkpoint(folder, {**VARIANTS[variant], **(_keys(head) if keys is None else keys)}, seed)
+    write_hf_checkpoint(folder, {**VARIANTS[variant], **(head_keys(head) if keys is None else keys)}, seed)
+    add_head(folder, head)
+    return folder
+
+
+def add_head(folder: Path, head: Mapping[str, np.ndarray]) -> None:
+    """Put the tensors of a head among those of the target in this folder."""
     path = folder / "model.safetensors"
     tensors = {name: values.copy() for name, values in load_file(path).items()}
     save_file({**tensors, **head}, path, {"format": "pt"})
-    return folder
 
 
 def write_mtp_gguf(
@@ -119,7 +126,8 @@ def as_nextn(variant: str, head: Mapping[str, np.ndarray]) -> Weights:
     return renamed
 
 
-def _keys(head: Mapping[str, np.ndarray]) -> dict[str, Any]:
+def head_keys(head: Mapping[str, np.ndarray]) -> dict[str, Any]:
+    """What config.json says of a head."""
     if not any(name.startswith("mtp.") for name in head):
         return {"num_nextn_predict_layers": 1}
     return {"mtp_num_hidden_layers": 1, "mtp_use_dedicated_embeddings": "mtp.embed_tokens.weight" in head}

@@ -55,10 +55,10 @@ def fixed(k: int, count: int = LENGTH) -> SpeculativeConfig:
     return SpeculativeConfig(k, count, 0.0, strict_mode=True, adaptive=False)
 
 
-def open_engine(target: Path, draft: Path | None) -> Engine:
-    """Export and open the target, with a draft of a published format."""
-    name = draft.name if draft is not None else "none"
-    out = target.parent / f"bundle-{name}"
+def open_engine(target: Path, draft: Path | None = None, own: str = "none") -> Engine:
+    """Export and open the target, with a draft of a published format or one of its `own`."""
+    name = draft.name if draft is not None else own
+    out = target.parent / f"bundle-{target.name}-{name}"
     arguments = ["export", str(target), "-o", str(out), "--precision", "fp32", "--no-eval"]
     assert run([*arguments, *(["--draft-model", str(draft)] if draft is not None else [])]) == 0
     return Engine.open(out, EngineOptions(RuntimeOptions(threads=1), draft=name, exact=True))
@@ -91,10 +91,13 @@ class School:
         return prepare_lesson(self.target, self.texts, taps)
 
 
-def found_school(root: Path) -> School:
-    """The target, and texts of it that do not just repeat themselves: those are learnt without reading the rows."""
-    target = write_lively_target(root / "target")
-    decoder = open_engine(target, None).decoder
+def found_school(root: Path, uneven_norm: bool = False) -> School:
+    """The target, and texts of it that do not just repeat themselves: those are learnt without reading the rows.
+
+    uneven_norm: see `write_lively_target`.
+    """
+    target = write_lively_target(root / "target", uneven_norm=uneven_norm)
+    decoder = open_engine(target).decoder
     decoder.config = fixed(0)
     prompts = np.random.default_rng(0).integers(3, 300, (6, 4)).tolist()
     plain = [decoder.generate(prompt) for prompt in prompts]

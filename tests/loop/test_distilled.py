@@ -3,14 +3,13 @@
 The text is the plain one whatever the draft is worth.
 """
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
 import pytest
+from mutations import unshift_embeddings
 from school import DFLASH, EAGLE, MASK, Graduate, School, found_school, teach_dflash, teach_dflash2, teach_eagle
 
-from oxidize.runtime.drafters.chain import Chain
 from oxidize.runtime.drafters.heads import OwnHead
 from oxidize.runtime.drafters.passes import DraftPasses, PassShape
 from oxidize.runtime.drafters.reader import RowReader
@@ -107,24 +106,8 @@ def test_eagle_taps_one_layer_off(eagle: Graduate, by: int) -> None:
     assert eagle.acceptance(f"taps{by}", config=config) < COLLAPSED
 
 
-class _Unshifted:
-    """Gives committed rows the embedding of their own token, in place of the token that follows."""
-
-    def __init__(self, drafter: RowReader) -> None:
-        self._drafter, self._embedding = drafter, drafter._parts.embedding
-
-    def embed_tokens(self, ids: Sequence[int]) -> Tensor:
-        text, start = self._drafter._tokens, self._drafter._pending.position
-        committed = text[start + 1 : start + 1 + len(ids)] == ids
-        return self._embedding.embed_tokens(text[start : start + len(ids)] if committed else ids)
-
-
 def test_eagle_embeddings_not_shifted(eagle: Graduate) -> None:
-    def unshift(drafter: RowReader) -> None:
-        assert isinstance(drafter, Chain)
-        drafter._parts = replace(drafter._parts, embedding=_Unshifted(drafter))
-
-    assert eagle.acceptance("embeddings", damage=unshift) < COLLAPSED
+    assert eagle.acceptance("embeddings", damage=unshift_embeddings) < COLLAPSED
 
 
 def test_eagle_target_ids_one_off(eagle: Graduate) -> None:

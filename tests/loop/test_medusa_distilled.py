@@ -7,11 +7,11 @@ import pytest
 import torch
 from distil import Lesson, Student
 from draft_checkpoints_medusa import MedusaVariant, medusa_tensors, write_medusa
+from mutations import read_the_row_before
 from school import LENGTH, School, fixed, found_school, open_engine
 from torch.nn.functional import cross_entropy, linear, silu
 
 from oxidize.runtime.drafters.medusa import Medusa
-from oxidize.runtime.rows import PassRows
 
 HEADS = 3
 VARIANT = MedusaVariant("reference", heads=HEADS)
@@ -86,18 +86,6 @@ def test_head_0_taken_for_the_anchor(school: School, stages: list[Tensors]) -> N
     late = {f"{int(name[0]) - 1}{name[1:]}": values for name, values in late.items()}
     last = {name: values for name, values in stages[-1].items() if name.startswith(f"{HEADS - 1}.")}
     assert acceptance(school, "late", {**late, **last}) < COLLAPSED
-
-
-def read_the_row_before(drafter: Medusa) -> None:
-    """Show it, at each position, the row of the one before."""
-    watch, seen = drafter.watch, np.zeros((512, 64), np.float32)
-
-    def watch_late(start: int, rows: PassRows) -> None:
-        end = start + len(rows.hidden)
-        seen[start + 1 : end + 1] = rows.hidden
-        watch(start, PassRows(seen[start:end], None))
-
-    drafter.watch = watch_late
 
 
 def test_the_row_before_the_right_one(school: School, stages: list[Tensors]) -> None:
