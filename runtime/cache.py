@@ -51,6 +51,16 @@ class KVCache:
             raise ValueError(f"rewind_to({slot}, {length}) is outside [0, {self.lengths[slot]}]")
         self.lengths[slot] = length
 
+    def wipe(self, slot: int) -> None:
+        """Forget all of a slot, and overwrite its rows with zeros: a pass that overflowed leaves some that masks do
+        not hide, because they multiply what they hide by zero."""
+        self.lengths[slot] = 0
+        for tensor in self.tensors:
+            array = tensor.read()
+            array[slot] = 0
+            if tensor.host is None:
+                tensor.write(array)
+
     def fill_stale(self, value: float) -> None:
         """Overwrite every row past each slot's length; a diagnostic for tests that stale rows never leak."""
         for tensor in self.tensors:

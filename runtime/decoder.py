@@ -157,9 +157,12 @@ class SpeculativeDecoder:
         except GeneratorExit:  # between two rounds, where all parts agree
             raise
         except BaseException:
+            self.target.cache.wipe(self.slot)
             self._forget()
             raise
         finally:
+            if generation.left_out:
+                self._forget()
             generation.stats.draft_forward_passes = self._passes() - self._draft_passes
             self._hopes |= generation.policy.hopes()
 
@@ -217,7 +220,7 @@ class SpeculativeDecoder:
         return Policy(bounds, self._cost, [*forced, *sources])
 
     def _forget(self) -> None:
-        """After an error in the middle of a round, the drafters begin anew."""
+        """After an error in the middle of a round, or one of theirs, the drafters begin anew."""
         self._observed = []
         for drafter in self.drafters:
             drafter.reset()

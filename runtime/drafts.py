@@ -34,6 +34,8 @@ def open_drafters(
     standing = {"none": [], "auto": ["ngram", *drafts[:1]]}
     wanted = [each for name in names for each in standing.get(name, [name])]
     for draft in bundle.manifest.drafts:
+        if draft.name in wanted and draft.kind == "mtp" and not mtp:
+            raise UsageError(f"--no-mtp and --draft-model {draft.name} contradict each other; leave one of them out")
         if draft.name in wanted and mismatch(draft) and not force:
             raise UsageError(f"draft {draft.name!r} was {mismatch(draft)}; --force-dflash uses it all the same")
     return tuple(_open(bundle, name, options, cache, target) for name in dict.fromkeys(wanted))

@@ -14,7 +14,8 @@ from .stats import SpeculativeStats
 class Generation:
     """One text being generated in one slot. `committed` is the authoritative token list, prompt included.
 
-    drafters: in order of preference; each has observed exactly the committed tokens between rounds.
+    drafters: in order of preference; each has observed exactly the committed tokens between rounds. left_out: names of
+    those that broke down.
     """
 
     slot: int
@@ -30,9 +31,16 @@ class Generation:
     stats: SpeculativeStats = field(default_factory=SpeculativeStats)
     finish_reason: str | None = field(default=None, init=False)
     prompt_length: int = field(default=0, init=False)
+    left_out: list[str] = field(default_factory=list, init=False)
 
     def __post_init__(self) -> None:
         self.prompt_length = self.stats.prompt_tokens = len(self.committed)
+
+    def leave_out(self, drafter: Drafter) -> None:
+        """Go on without a drafter that broke down."""
+        self.drafters = tuple(each for each in self.drafters if each is not drafter)
+        self.left_out.append(drafter.name)
+        self.policy.leave_out(drafter.name)
 
     @property
     def generated(self) -> int:

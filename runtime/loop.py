@@ -4,6 +4,7 @@ Between rounds the target's cache holds everything committed but the last token,
 less, and a round's pass then begins with the part of the prompt still missing.
 """
 
+import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from time import perf_counter_ns
@@ -24,6 +25,7 @@ from .stats import StateChange
 from .target import PREFILL_CHUNK
 
 GRAMMAR = "grammar"  # the source of tokens that a grammar forces
+_LOG = logging.getLogger("oxidize")
 _FORCED = 32  # what a grammar forces is as good as a match this long: only other tokens of the same text can win
 _NOTHING = Proposal()
 
@@ -182,8 +184,10 @@ def _choose(sequence: Generation, room: int, offers: dict[str, Proposal]) -> tup
     start = perf_counter_ns()
     try:
         proposal = drafter.propose(sequence.committed, plan.k, sequence.context)
-    except OxidizeError as error:
-        raise type(error)(f"draft {drafter.name!r}: {error}; without it: --draft-model none") from error
+    except OxidizeError as error:  # what it drew is dropped with it; the target's noise knows nothing of that
+        _LOG.warning("draft %r broke down and is left out of this answer: %s", drafter.name, error)
+        sequence.leave_out(drafter)
+        return "", _NOTHING
     policy.record_draft_cost(plan.source, len(proposal.tokens), (perf_counter_ns() - start) / 1e6)
     return plan.source, _until_end(proposal, sequence.eos)
 

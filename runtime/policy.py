@@ -177,12 +177,20 @@ class Policy:
         if not self.config.adaptive:
             self._watch(proposed, accepted)
 
+    def leave_out(self, source: str) -> None:
+        """Ask this source no more."""
+        track = self._tracks.pop(source)
+        self._computed = [each for each in self._computed if each is not track]
+
     def record_unused(self, source: str, agreed: int | bool, match_length: int) -> None:
         """Whether the first token of an offer that was not verified is what the target then said."""
         self._tracks[source].estimate(match_length).record(1, int(agreed > 0), match_length)
 
     def record_draft_cost(self, source: str, tokens: int, milliseconds: float) -> None:
-        """Time `source` took to propose `tokens` tokens; the first time it also read the prompt, which is no loss."""
+        """Time `source` took to propose `tokens` tokens; the first time it also read the prompt, which is no loss.
+
+        A source that had none is left alone for a while, longer each time in a row.
+        """
         track, lost = self._tracks[source], milliseconds
         if track.pause is None and tokens:
             lost = min(lost, track.cost.table_or_guess(tokens, self.cost)[-1])
@@ -190,6 +198,8 @@ class Policy:
             self._ledger.book(0, lost / self.cost.estimate(1), self._probing)
         if tokens:
             track.took(tokens, milliseconds, self.cost)
+        else:
+            track.rest(self._tokens)
 
     def _best(self, most: int, offers: Sequence[Offer], floor: bool = True, risk: bool = True) -> _Choice | None:
         """What decodes fastest, or None when that is a plain round.
@@ -226,7 +236,7 @@ class Policy:
             if offer is not None:
                 count, length = min(most, offer.available), offer.match_length
                 yield track, track.estimate(length).chances(count, length), length
-            elif not track.free:
+            elif not track.free and not track.resting(self._tokens):
                 yield track, track.by_position.chances(most), 0
 
     def _nothing(self, most: int, offers: Sequence[Offer]) -> Plan:
@@ -238,6 +248,8 @@ class Policy:
             if track.in_use:
                 track.give_up(self._tokens)
         for track in self._computed:
+            if track.resting(self._tokens):
+                continue
             k = track.probe(min(most, track.most), self._tokens, self._ledger, self.cost)
             if k:
                 self._probing = True
@@ -273,7 +285,10 @@ class Policy:
         """The chosen source, or once in a while another one that could be better, so that its estimate stays fresh."""
         if chosen.free or not self.config.adaptive:
             return chosen
-        return next((track for track in self._computed if track.neglected(self._rounds)), chosen)
+        return next((track for track in self._computed if self._is_neglected(track)), chosen)
+
+    def _is_neglected(self, track: Track) -> bool:
+        return track.neglected(self._rounds) and not track.resting(self._tokens)
 
     def _watch(self, proposed: int, accepted: int) -> None:
         """With a fixed k, the rate over the recent rounds decides."""

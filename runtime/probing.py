@@ -9,6 +9,7 @@ _TRIAL = 2.0  # what probes may lose
 _FIRST_GAP, _SHORT_GAP, _LONG_GAP = 10, 4, 40  # tokens between probes: at first, and the bounds of the last
 _RIVAL_GAP = 128  # rounds between the probes of a source while another one is in use
 _LONGEST_PROBE = 8
+_LONGEST_REST = 64
 _OUTLIER = 16.0  # the most that one booking may lose: beyond, the machine was asleep
 _PACE = 1.5  # probes follow each other so slowly that so many times their expected loss is given back between them
 _SAME_PRICE = 1.1  # a longer probe is preferred where it costs at most so many times what one token costs
@@ -49,6 +50,7 @@ class Track:
         self._run = 0  # draft tokens in a row that probes kept
         self._asked: int | None = None
         self._last, self._gap, self._due, self._step = 0, _FIRST_GAP, _FIRST_GAP, 0
+        self._rest, self._rested = 1, 0  # tokens to leave it alone for when it has nothing; until where it is
         self._missed = 0  # tokens generated between the last two times it was asked
         self._reading = (0.0, 0.0)  # milliseconds to read one of them, as found the last two times
 
@@ -66,12 +68,21 @@ class Track:
         self._missed = tokens - self._last
         self._asked, self._last = round_, tokens
 
+    def rest(self, tokens: int) -> None:
+        """It had nothing to propose when so many tokens had been generated: a draft may be at its end for good."""
+        self._rested, self._rest = tokens + self._rest, min(2 * self._rest, _LONGEST_REST)
+
+    def resting(self, tokens: int) -> bool:
+        """Whether it is to be left alone."""
+        return tokens < self._rested
+
     def took(self, tokens: int, milliseconds: float, target: PassCost) -> None:
         """Learn from the time a proposal of `tokens` took.
 
         After a pause it also read what it had missed: such a time is believed only where it is lower than expected,
         and what it is higher is the price of reading.
         """
+        self._rest = 1
         if self.pause == 1:
             self.cost.observe(tokens, milliseconds)
         elif target.known:

@@ -44,6 +44,10 @@ class FakeCache:
         self.rows[slot][length : length + len(tokens)] = tokens
         self.lengths[slot] += len(tokens)
 
+    def wipe(self, slot: int) -> None:
+        self.rows[slot].clear()
+        self.lengths[slot] = 0
+
     def rewind_to(self, slot: int, length: int) -> None:
         if not 0 <= length <= self.lengths[slot]:
             raise ValueError(f"rewind_to({slot}, {length})")

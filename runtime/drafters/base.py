@@ -108,7 +108,7 @@ class Drafter(Protocol):
         ...
 
     def reset(self) -> None:
-        """Forget everything; the next text starts."""
+        """Forget everything, stale cache rows too; after an error, the next text starts from here."""
         ...
 
 

@@ -62,6 +62,7 @@ class DraftModel(TokenReader):
     def reset(self) -> None:
         """Forget everything."""
         self.rewind(0)
+        self.model.cache.wipe(self._slot)
 
     def _catch_up(self, committed: Sequence[int]) -> list[int]:
         """Drop what was rejected, read all that is missing but the last chunk, and return that chunk."""

@@ -96,6 +96,7 @@ class RowReader(ABC):
     def reset(self) -> None:
         """Forget everything."""
         self.rewind(0)
+        self._passes.cache.wipe(0)
 
     def _void_from(self, position: int) -> None:
         """Rows at this position and behind it are no longer the text's."""

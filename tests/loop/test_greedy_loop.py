@@ -196,17 +196,29 @@ def test_sampling_params_reach_the_law():
     assert first != decoder.generate([1, 2, 3], SamplingParams(temperature=1.0, seed=2))
 
 
-def test_a_draft_that_breaks_down_is_named():
+def test_a_draft_that_breaks_down_is_named_and_left_out(caplog):
     class Broken(OracleDrafter):
-        name = "small"
+        name, calls = "small", 0
 
         def propose(self, committed, k, context):
-            context.law(np.full(13, np.nan, np.float32), ())
-            raise AssertionError
+            self.calls += 1
+            if self.calls == 3:
+                context.law(np.full(13, np.nan, np.float32), ())
+            return super().propose(committed, k, context)
 
     target = FakeTarget()
-    decoder = SpeculativeDecoder(target, Broken(target, 9), config(4, 20, adaptive=False))
-    params = SamplingParams(temperature=1.0)
-    with pytest.raises(OxidizeError, match=r"draft 'small': expected finite logits.*--draft-model none"):
-        decoder.generate([1, 2, 3], params)
-    assert len(SpeculativeDecoder(target, None, config(0, 20)).generate([1, 2, 3], params)) == 20
+    broken, lookup = Broken(target, 2), NgramDrafter()
+    decoder = SpeculativeDecoder(target, [broken, lookup], config(4, 40, adaptive=False, min_acceptance_rate=0.0))
+    for params in (SamplingParams(), SamplingParams(temperature=1.0, seed=3)):
+        expected = SpeculativeDecoder(FakeTarget(), None, config(0, 40)).generate([1, 2, 3], params)
+        broken.calls = 0
+        if params.greedy:
+            assert decoder.generate([1, 2, 3], params) == expected
+        else:
+            assert len(decoder.generate([1, 2, 3], params)) == 40
+        assert broken.calls == 3
+        assert "draft 'small' broke down and is left out of this answer: expected finite logits" in caplog.text
+        caplog.clear()
+    broken.calls = 3
+    assert decoder.generate([4, 5], SamplingParams()) == plain(hashed_logits, [4, 5], 40)
+    assert broken.calls > 10

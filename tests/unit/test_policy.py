@@ -413,3 +413,18 @@ def test_no_more_is_asked_of_a_source_than_it_can_propose(adaptive: bool) -> Non
         asked.append(plan.k)
         made.record("block", plan.k, plan.k, 0)
     assert max(asked) == 7 and asked[-1] == 7
+
+
+def test_a_source_that_has_nothing_is_left_alone_longer_each_time() -> None:
+    """A draft past its last position must not keep lookups, or plain rounds, from being what they are."""
+    made = policy(Source("model", False, CostCurve(((1, 0.1), (2, 0.2)))), Source("ngram", True), slope=0.05, floor=0.0)
+    asked, lookups = [0], 0
+    for round_ in range(300):
+        plan = made.plan(8, offer(1, 1))
+        if plan.source == "model":
+            asked.append(round_)
+            made.record_draft_cost("model", 0, 0.01)
+        elif plan.source == "ngram":
+            lookups += 1
+            made.record("ngram", 1, round_ % 2, 1)
+    assert 2 < len(asked) < 20 and asked[-1] - asked[-2] >= 30 and lookups > 270
