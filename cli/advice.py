@@ -71,7 +71,7 @@ def report(machine: Machine, providers: Mapping[str, str], found: Sequence[Diagn
     """All lines for a person."""
     lines = _machine_lines(machine, providers)
     for diagnosis in found:
-        lines += ["", *_header(diagnosis), "", *_costs_table(diagnosis), "", *_choices_table(diagnosis), ""]
+        lines += ["", *_header(diagnosis), "", *_costs_tables(diagnosis), "", *_choices_table(diagnosis), ""]
         lines += _titled("advice", advise(diagnosis))
     if len(found) > 1:
         lines += ["", *_titled("together", compare(found))]
@@ -162,14 +162,31 @@ def _header(diagnosis: Diagnosis) -> list[str]:
     return lines
 
 
-def _costs_table(diagnosis: Diagnosis) -> list[str]:
-    """One line per k: what verifying costs, and per drafter the acceptance (break-even) at which that is worth it."""
+def _costs_tables(diagnosis: Diagnosis) -> list[str]:
+    """One line per k: what verifying costs, and per drafter the acceptance (break-even) at which that is worth it.
+
+    Drafters that do not fit beside the others have another table below, an empty line between.
+    """
     target = diagnosis.target
-    rows = [["k", "verify ms", "plain steps", *(f"{name} pays from" for name in diagnosis.drafts)]]
-    for k in _SHOWN_K:
-        cells = [_pays_from(diagnosis, name, k) for name in diagnosis.drafts]
-        rows.append([str(k), f"{target.at(k + 1):.1f}", f"{target.at(k + 1) / target.at(1):.2f}", *cells])
-    return _aligned(rows)
+    costs = [
+        ["k", *map(str, _SHOWN_K)],
+        ["verify ms", *(f"{target.at(k + 1):.1f}" for k in _SHOWN_K)],
+        ["plain steps", *(f"{target.at(k + 1) / target.at(1):.2f}" for k in _SHOWN_K)],
+    ]
+    tables = [costs]
+    for name in diagnosis.drafts:
+        column = [f"{name} pays from", *(_pays_from(diagnosis, name, k) for k in _SHOWN_K)]
+        wider = [*tables[-1], column]
+        if len(_aligned(_rows(wider))[0]) > _WIDTH:
+            tables.append([*costs, column])
+        else:
+            tables[-1] = wider
+    first, *others = [_aligned(_rows(table)) for table in tables]
+    return first + [line for lines in others for line in ("", *lines)]
+
+
+def _rows(columns: Sequence[Sequence[str]]) -> list[list[str]]:
+    return [list(row) for row in zip(*columns, strict=True)]
 
 
 def _pays_from(diagnosis: Diagnosis, name: str, k: int) -> str:

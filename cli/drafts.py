@@ -58,7 +58,8 @@ def describe_draft(source: "AnyDraft") -> str:
     config = source.draft.config
     reads = f"taps {', '.join(map(str, config.taps))}" if config.taps else "the final hidden states"
     parts = f"{config.model.layers} layers" if config.heads is None else f"{config.heads.count} heads"
-    return f"draft {source.name}: {config.kind}, {parts}, reads {reads} ({config.tap_convention})"
+    family = " (DFlash 2)" if config.paths is not None else " (DSpark)" if config.markov is not None else ""
+    return f"draft {source.name}: {config.kind}{family}, {parts}, reads {reads} ({config.tap_convention})"
 
 
 def draft_names(sources: tuple[str, ...]) -> list[str]:

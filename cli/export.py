@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from .drafts import describe_draft, draft_sources, wishes_of
+from .export_checks import check_arguments, check_target, no_place, warn_without_effect
 
 if TYPE_CHECKING:
     from oxidize.export.build import ExportPlan, Progress
@@ -90,29 +91,33 @@ def command(source: str, out: Path | None, drafts: tuple[str, ...], **options: A
     from oxidize.export.drafts.write import NeuralSource
     from oxidize.export.foreign import is_onnx_folder
     from oxidize.export.nested import is_bundle
-    from oxidize.export.source import open_source
+    from oxidize.export.source import locate, open_source
 
     from .quality import describe_quality
 
-    if is_bundle(Path(source)):
-        _extend(Path(source), out, drafts, options)
+    check_arguments(source, out, drafts)
+    place = Path(source)
+    if is_bundle(place):
+        _extend(place, out, drafts, options)
         return
+    if place.exists():
+        check_target(source, place, out)
     if out is None:
-        raise click.MissingParameter(
-            None, click.get_current_context(), param_hint="'-o' / '--out'", param_type="option"
-        )
+        raise no_place(source)
     check_free(out, options["force"])
-    if is_onnx_folder(Path(source)):
+    if is_onnx_folder(place):
         _refuse_options(
             (*_WRITING, *_SOURCE),
             f"{source}: an ONNX folder is wrapped as it is, without taps; leave the option out, or export the original "
             "checkpoint",
         )
-        _wrap(Path(source), out, drafts, options)
+        _wrap(place, out, drafts, options)
         return
     if options["exporter"]:
         _export_by_optimum(source, out, drafts, options)
         return
+    if not place.exists():
+        check_target(source, locate(source, options["offline"], options["revision"])[0], out)
     opened = open_source(source, options["offline"], options["revision"])
     checkpoint, head = split_mtp(opened, not options["no_mtp"])
     plan = _plan(options)
@@ -125,6 +130,7 @@ def command(source: str, out: Path | None, drafts: tuple[str, ...], **options: A
     _announce(checkpoint, plan, out)
     for draft in sources:
         _say(describe_draft(draft))
+    warn_without_effect(options, sources)
     if options["dry_run"]:
         return
     start = time.perf_counter()
@@ -191,6 +197,7 @@ def _extend(folder: Path, out: Path | None, drafts: tuple[str, ...], options: di
     _announce_bundle(bundle, out or folder)
     for draft in sources:
         _say(describe_draft(draft))
+    warn_without_effect(options, sources)
     if options["dry_run"]:
         return
     start = time.perf_counter()

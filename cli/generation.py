@@ -86,12 +86,13 @@ def _config(options: dict[str, Any]) -> Any:
 
 
 def _draft_tokens(value: str) -> int:
+    from oxidize.runtime.decoder import MAX_DRAFT_TOKENS
     from oxidize.runtime.errors import UsageError
 
     if value == "auto":
         return DEFAULT_DRAFT_TOKENS
-    if not (value.isdecimal() and len(value) < 10):
-        raise UsageError(f"--draft-tokens must be auto or a number from 0 on, not {value!r}")
+    if not (value.isdecimal() and len(value) < 10 and int(value) <= MAX_DRAFT_TOKENS):
+        raise UsageError(f"--draft-tokens must be auto or a number from 0 to {MAX_DRAFT_TOKENS}, not {value!r}")
     return int(value)
 
 

@@ -117,14 +117,15 @@ def _engine_options(options: dict[str, Any]) -> Any:
 
 
 def _misfits(engine: "Engine", options: dict[str, Any]) -> dict[str, str]:
-    """By name, for what other target drafts in use were made; a note on those that "auto" leaves out."""
+    """By name, for what other target drafts that may be used were made; a note on those that "auto" leaves out."""
     from oxidize.runtime.drafts import mismatch
 
     found = {draft.name: reason for draft in engine.bundle.manifest.drafts if (reason := mismatch(draft))}
+    opened = {drafter.name for drafter in engine.decoder.drafters}
     if not options["force_dflash"] and "auto" in options["draft_models"] and not options["no_spec"]:
         for name, reason in found.items():
             click.echo(f"draft {name} was {reason}: left out; --force-dflash uses it", err=True)
-    return found
+    return {name: reason for name, reason in found.items() if name in opened}
 
 
 def _encode(engine: "Engine", text: str, chat: bool | None) -> list[int]:
@@ -181,17 +182,29 @@ def _print(engine: "Engine", deltas: "Iterable[Delta]", misfits: dict[str, str],
 
 def _report(stats: "SpeculativeStats", misfits: dict[str, str]) -> None:
     """How drafts that were made for another target fared at first: near zero says they are of no use."""
-    from oxidize.runtime.stats import EARLY_ROUNDS
+    for name, early in _early(stats, misfits).items():
+        fared = (
+            f"{early['accepted_draft_tokens']} of {early['draft_tokens']} draft tokens of its first {early['rounds']} "
+            "rounds were kept"
+        )
+        said = fared if early["rounds"] else "it was not used in this answer"
+        click.echo(f"draft {name} was {early['reason']}: {said}", err=True)
 
-    for name, reason in misfits.items():
-        if name in stats.by_drafter:
-            found = stats.by_drafter[name]
-            kept, rounds = found.early_accepted, min(found.rounds, EARLY_ROUNDS)
-            click.echo(
-                f"draft {name} was {reason}: {kept} of {found.early_draft_tokens} draft tokens of its first {rounds} "
-                "rounds were kept",
-                err=True,
-            )
+
+def _early(stats: "SpeculativeStats", misfits: dict[str, str]) -> dict[str, dict[str, Any]]:
+    """By name, the reason and the counts of the first rounds, all 0 for a draft that was not used."""
+    from oxidize.runtime.stats import EARLY_ROUNDS, SourceStats
+
+    found = {name: stats.by_drafter.get(name, SourceStats()) for name in misfits}
+    return {
+        name: {
+            "reason": misfits[name],
+            "rounds": min(counts.rounds, EARLY_ROUNDS),
+            "draft_tokens": counts.early_draft_tokens,
+            "accepted_draft_tokens": counts.early_accepted,
+        }
+        for name, counts in found.items()
+    }
 
 
 def _colours() -> bool:
@@ -217,6 +230,8 @@ def _collect(engine: "Engine", deltas: "Iterable[Delta]", misfits: dict[str, str
     answer = {"text": "".join(text), "token_ids": tokens, "finish_reason": reason or "interrupt"}
     if logprobs:
         answer["logprobs"] = [_logprob(engine, entry) for entry in logprobs]
+    if misfits:
+        answer["mismatch"] = _early(stats, misfits)
     return {**answer, "stats": stats.as_dict()}
 
 

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +12,8 @@ from .options import cache_folder, runtime_of, runtime_options
 
 if TYPE_CHECKING:
     from oxidize.runtime.bundle import Bundle
+    from oxidize.runtime.session import RuntimeOptions
+    from oxidize.runtime.target import Target
     from oxidize.runtime.verify import Check, Report
 
 PROMPTS = (
@@ -84,12 +87,21 @@ def _measure(bundle: "Bundle", options: dict[str, Any]) -> "Report":
 
     prompts = _encode(bundle, _read_prompts(options["prompt_file"], options["count"]))
     runtime = runtime_of(options)
-    drafters = open_drafters(bundle, options["drafts"], runtime, cache_folder(), force=True)
+    lender = _lender(bundle, options["drafts"], runtime)
+    drafters = open_drafters(bundle, options["drafts"], runtime, cache_folder(), lender, force=True)
     plan = VerifyPlan(options["tokens"], every_k=options["full"])
     try:
         return verify(bundle, runtime, prompts, drafters, plan, _show_progress)
     finally:
         _show_progress("")
+
+
+def _lender(bundle: "Bundle", names: Sequence[str], runtime: "RuntimeOptions") -> "Target | None":
+    """One target whose embed and head all drafts that read rows share; None where none of them is asked for."""
+    from oxidize.runtime.target import Target
+
+    entries = [draft for draft in bundle.manifest.drafts if draft.neural is not None]
+    return Target(bundle, runtime) if any({"auto", draft.name} & {*names} for draft in entries) else None
 
 
 def _read_prompts(path: Path | None, count: int | None) -> list[str]:

@@ -1,15 +1,12 @@
 """Assembles a bundle: graphs, tokenizer, drafts and manifest, written aside, then moved into place."""
 
-import errno
 import json
 import math
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from importlib import metadata
 from pathlib import Path
 
 from oxidize.runtime.errors import BundleError, CheckpointError, OxidizeError, UsageError
@@ -20,7 +17,6 @@ from oxidize.runtime.manifest import (
     FileEntry,
     Manifest,
     ModelFacts,
-    Provenance,
     check_relative,
     sha256_of,
 )
@@ -28,9 +24,11 @@ from oxidize.runtime.manifest import (
 from .build import ExportPlan, Progress, build_graphs
 from .config import ModelConfig
 from .drafts.write import NeuralSource, write_neural
-from .nested import BundleSource, write_nested
+from .nested import BundleSource, Vocabulary, check_vocabulary, write_nested
+from .provenance import provenance_of
 from .source import Checkpoint
-from .tokenizer import ExportedTokenizer, write_tokenizer
+from .tokenizer import write_tokenizer
+from .workspace import move_into_place, workspace
 
 DRAFTS_FOLDER = "drafts"
 _TAKEN = ("auto", "none", "ngram")  # what `--draft-model` means by these words is settled
@@ -169,28 +167,26 @@ def _write(
     folder: Path,
     drafts: Sequence[AnyDraft],
     progress: Progress | None,
-    vocab_sha256: str | None = None,
+    drafts_for: Vocabulary | None = None,
 ) -> Manifest:
-    """Tokenizer and drafts come first: what can be refused is refused before the long work."""
+    """Tokenizer and drafts come first: what can be refused is refused before the long work.
+
+    drafts_for: of the target, where this is a draft model.
+    """
     with ThreadPoolExecutor(1) as pool:
-        sources = pool.submit(_hash_sources, checkpoint)
+        provenance = pool.submit(provenance_of, checkpoint.name, checkpoint.revision, checkpoint.files)
         tokenizer = write_tokenizer(checkpoint, folder)
-        if vocab_sha256 not in (None, tokenizer.files.vocab_sha256):
-            raise _other_vocabulary(checkpoint, tokenizer, vocab_sha256)
+        vocabulary = Vocabulary(tokenizer.token_count, tokenizer.files.vocab_sha256)
+        if drafts_for is not None:
+            check_vocabulary(checkpoint.name, vocabulary, drafts_for)
         facts = _facts(checkpoint.config, plan, tokenizer.token_count)
-        entries = tuple(write_draft(draft, folder, tokenizer.files.vocab_sha256, progress) for draft in drafts)
+        entries = tuple(write_draft(draft, folder, vocabulary, progress) for draft in drafts)
         graphs = build_graphs(checkpoint.config, checkpoint.weights, plan, folder, progress)
         _refuse_unread(checkpoint)
-        provenance = Provenance(
-            f"oxidize-ort {metadata.version('oxidize-ort')}",
-            checkpoint.name,
-            checkpoint.revision,
-            sources.result(),
-        )
     manifest = Manifest(
         SCHEMA_VERSION,
         plan.precision,
-        provenance,
+        provenance.result(),
         facts,
         tokenizer.files,
         checkpoint.generation,
@@ -203,25 +199,17 @@ def _write(
     return manifest
 
 
-def write_draft(draft: AnyDraft, folder: Path, vocab_sha256: str, progress: Progress | None) -> DraftEntry:
-    """Write a draft into the bundle's folder and return its manifest entry."""
+def write_draft(draft: AnyDraft, folder: Path, target: Vocabulary, progress: Progress | None) -> DraftEntry:
+    """Write a draft into the folder of the target's bundle and return its manifest entry."""
     name = f"{DRAFTS_FOLDER}/{draft.name}"
     (folder / name).mkdir(parents=True)
     if isinstance(draft, NeuralSource):
         return write_neural(draft, folder, name, progress)
     if isinstance(draft, BundleSource):
-        write_nested(draft, folder / name, vocab_sha256)
+        write_nested(draft, folder / name, target)
     else:
-        _write(draft.checkpoint, draft.plan, folder / name, (), progress, vocab_sha256)
+        _write(draft.checkpoint, draft.plan, folder / name, (), progress, target)
     return DraftEntry(draft.name, "model", name)
-
-
-def _other_vocabulary(draft: Checkpoint, tokenizer: ExportedTokenizer, expected: str) -> UsageError:
-    return UsageError(
-        f"draft {draft.name} has another vocabulary ({tokenizer.token_count} tokens, "
-        f"{tokenizer.files.vocab_sha256[:8]}) than the target ({expected[:8]}); "
-        "a draft model needs the target's tokenizer"
-    )
 
 
 def _facts(config: ModelConfig, plan: ExportPlan, token_count: int) -> ModelFacts:
@@ -261,42 +249,7 @@ def _refuse_unread(checkpoint: Checkpoint) -> None:
         )
 
 
-def _hash_sources(checkpoint: Checkpoint) -> dict[str, str]:
-    return {path.name: sha256_of(path) for path in checkpoint.files}
-
-
 def list_files(folder: Path) -> dict[str, FileEntry]:
     """Size and sha256 of every file in the folder, by relative path."""
     paths = sorted(path for path in folder.rglob("*") if path.is_file())
     return {path.relative_to(folder).as_posix(): FileEntry(path.stat().st_size, sha256_of(path)) for path in paths}
-
-
-@contextmanager
-def workspace(out: Path) -> Iterator[Path]:
-    """A folder beside `out` that is gone again unless it was moved away."""
-    folder = out.absolute().parent / f".{out.name}.partial-{os.getpid()}"
-    try:
-        folder.mkdir(parents=True)
-        yield folder
-    except OSError as error:
-        if error.errno == errno.ENOSPC:
-            raise OxidizeError(f"the disk of {out} is full; nothing was kept, free some space") from error
-        raise OxidizeError(f"cannot write {out}: {error}; nothing was kept") from error
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-def move_into_place(folder: Path, out: Path) -> None:
-    """Rename `folder` to `out`; what was there is put back if that fails or is interrupted."""
-    old = folder.with_name(folder.name + "-replaced")
-    try:
-        if out.exists():
-            out.replace(old)
-        folder.replace(out)
-    except BaseException:
-        if old.exists() and not out.exists():
-            old.replace(out)
-        raise
-    finally:
-        if out.exists():
-            shutil.rmtree(old, ignore_errors=True)

@@ -26,21 +26,21 @@ _ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh
 SUPPORTED = (*DEFAULTS, "gemma3")
 
 
-def config_from_hf(raw: Mapping[str, Any]) -> ModelConfig:
-    """The model of a decoded config.json.
+def config_from_hf(raw: Mapping[str, Any], where: str = CONFIG_NAME) -> ModelConfig:
+    """The model of a decoded config.json; `where` begins every error message.
 
     Raises UnsupportedModelError naming the key and value that are not implemented, CheckpointError where keys
     contradict each other or have the wrong type.
     """
     model_type = raw.get("model_type")
     if model_type == "gemma3":
-        return _from_gemma3_wrapper(raw)
+        return _from_gemma3_wrapper(raw, where)
     if model_type not in DEFAULTS:
         raise UnsupportedModelError(
-            f"config.json: model_type {model_type!r} is not supported; this version exports {', '.join(SUPPORTED)}; "
+            f"{where}: model_type {model_type!r} is not supported; this version exports {', '.join(SUPPORTED)}; "
             "--exporter optimum lets optimum write the graph of others"
         )
-    keys = Keys(raw, DEFAULTS[model_type], "config.json")
+    keys = Keys(raw, DEFAULTS[model_type], where)
     config = _READERS[model_type](keys)
     keys.refuse_unread(HARMLESS, ONLY)
     return config
@@ -87,19 +87,19 @@ def _token_ids(value: Any) -> tuple[int, ...]:
     return tuple(dict.fromkeys(ids))
 
 
-def _from_gemma3_wrapper(raw: Mapping[str, Any]) -> ModelConfig:
+def _from_gemma3_wrapper(raw: Mapping[str, Any], where: str) -> ModelConfig:
     """The text model inside a multimodal Gemma 3 checkpoint."""
     text = raw.get("text_config")
     if not isinstance(text, Mapping):
-        raise CheckpointError("config.json: a gemma3 model needs a text_config object; the file is incomplete")
-    outer = Keys(raw, {}, "config.json")
+        raise CheckpointError(f"{where}: a gemma3 model needs a text_config object; the file is incomplete")
+    outer = Keys(raw, {}, where)
     for key in ("text_config", "vision_config", *IMAGE_KEYS):
         outer.get(key)
     tied = outer.flag("tie_word_embeddings", True)
     outer.refuse_unread(HARMLESS, ONLY)
     if "tie_word_embeddings" in raw and text.get("tie_word_embeddings", tied) != tied:
-        raise CheckpointError("config.json: tie_word_embeddings differs between the top level and text_config")
-    return config_from_hf({"tie_word_embeddings": tied, **text, "model_type": "gemma3_text"})
+        raise CheckpointError(f"{where}: tie_word_embeddings differs between the top level and text_config")
+    return config_from_hf({"tie_word_embeddings": tied, **text, "model_type": "gemma3_text"}, where)
 
 
 def _base(keys: Keys, rope: RopeConfig, tied: bool = False, activation_key: str = "hidden_act") -> ModelConfig:

@@ -21,15 +21,14 @@ from .bundle import (
     check_space,
     estimate_draft,
     list_files,
-    move_into_place,
     tapped,
-    workspace,
     write_draft,
 )
 from .extensible import OpenedBundle
 from .graph import join_as_output
-from .nested import share
+from .nested import share, vocabulary_of
 from .tensors import Progress
+from .workspace import move_into_place, workspace
 
 
 def extend_bundle(
@@ -79,7 +78,7 @@ def _write(
     old = bundle.manifest
     taps = tuple(sorted({*old.taps, *tapped(drafts)}))
     graphs = old.graphs if taps == old.taps else tuple(_widened(bundle, taps, folder, renamed))
-    entries = tuple(write_draft(draft, folder, old.tokenizer.vocab_sha256, progress) for draft in drafts)
+    entries = tuple(write_draft(draft, folder, vocabulary_of(old), progress) for draft in drafts)
     replaced = {graph.file for graph in old.graphs} - {graph.file for graph in graphs}
     files = {name: entry for name, entry in old.files.items() if name not in replaced} | list_files(folder)
     drafted = (*old.drafts, *entries)

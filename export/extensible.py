@@ -17,6 +17,7 @@ from .drafts.recognise import DraftWishes, open_draft
 from .drafts.write import NeuralSource
 from .foreign import NO_TAPS, open_model_draft
 from .graph import given_values
+from .nested import BundleSource, check_vocabulary, vocabulary_of
 from .plan import PRECISIONS, ExportPlan
 from .source import Checkpoint, open_source
 
@@ -134,6 +135,8 @@ class OpenedBundle:
                     f"draft {draft.name} would compute in {draft.plan.dtype} at precision {draft.plan.precision}, "
                     f"the bundle does in {self.dtype}; leave --precision out"
                 )
+            if isinstance(draft, BundleSource):
+                check_vocabulary(draft.name, vocabulary_of(draft.manifest), vocabulary_of(self.manifest))
             if isinstance(draft, NeuralSource) and self.wrapped:
                 raise UnsupportedModelError(f"draft {draft.name} does not fit: {NO_TAPS}")
         check_drafts(drafts)

@@ -27,35 +27,29 @@ from .bundle import (
     check_space,
     estimate_draft,
     list_files,
-    move_into_place,
-    workspace,
     write_draft,
 )
 from .config_hf import CONFIG_NAME as HF_CONFIG_NAME
-from .config_hf import GENERATION_NAME, read_json
-from .drafts.dflash_gguf import recognises_dflash_gguf
-from .drafts.dflash_hf import recognises_dflash
-from .drafts.dflash_speculators import recognises_dflash_speculators
-from .drafts.eagle_gguf import is_eagle_gguf
-from .drafts.eagle_hf import is_eagle_hf
-from .drafts.eagle_speculators import is_eagle_speculators
-from .drafts.medusa import is_medusa
+from .config_hf import GENERATION_NAME
 from .drafts.mtp import split_mtp
+from .drafts.recognise import draft_kind
 from .foreign_config import CONFIG_NAME, ForeignConfig, read_genai_config
 from .foreign_cuts import find_fused_cuts, has_fused_cache
 from .foreign_ends import Cuts
 from .foreign_growing import find_growing_cuts
 from .foreign_optimum import find_graph, graph_files, read_optimum_config
-from .gguf_file import read_gguf
+from .nested import Vocabulary
 from .onnx_surgery import Cut, SourceGraph
 from .source import TOKENIZER_NAMES, Checkpoint, locate, open_source
 from .store import TensorStore
 from .tokenizer import write_tokenizer
+from .workspace import move_into_place, workspace
 
 _MINIMUM_ORT = "1.31"  # the oldest this project runs on
 NO_TAPS = (
-    "a wrapped ONNX graph gives no taps, the hidden states between its layers, which DFlash, EAGLE and MTP drafts "
-    "read; export the original checkpoint for those, or draft with n-grams or a draft model"
+    "a wrapped ONNX graph gives no taps, the hidden states between its layers, which DFlash and EAGLE-3 drafts read, "
+    "and its bundle does not hand the final ones to drafts, which MTP and Medusa heads read; export the original "
+    "checkpoint for those, or draft with n-grams or a draft model"
 )
 
 
@@ -148,21 +142,11 @@ def open_model_draft(source: str, offline: bool = False) -> Checkpoint:
         raise UnsupportedModelError(
             f"{source} is an ONNX folder; wrap it as a bundle of its own and give that as the draft"
         )
-    if _reads_rows(path):
-        raise UnsupportedModelError(f"draft {source} does not fit: {NO_TAPS}")
+    kind = draft_kind(path)
+    if kind is not None:
+        raise UnsupportedModelError(f"draft {source} is {kind} and does not fit: {NO_TAPS}")
     model, _ = split_mtp(open_source(source, offline), wanted=False)
     return model
-
-
-def _reads_rows(path: Path) -> bool:
-    if path.is_file():
-        file = read_gguf(path)
-        return recognises_dflash_gguf(file) or is_eagle_gguf(file.metadata)
-    if is_medusa(path):
-        return True
-    raw = read_json(path / HF_CONFIG_NAME) if (path / HF_CONFIG_NAME).is_file() else {}
-    tests = (recognises_dflash_speculators, recognises_dflash, is_eagle_speculators, is_eagle_hf)
-    return "speculators_model_type" in raw or any(test(raw) for test in tests)
 
 
 def _write(
@@ -170,7 +154,8 @@ def _write(
 ) -> Manifest:
     tokenizer = write_tokenizer(source, folder)
     facts = _facts(source, tokenizer.token_count, context)
-    entries = tuple(write_draft(draft, folder, tokenizer.files.vocab_sha256, progress) for draft in drafts)
+    vocabulary = Vocabulary(tokenizer.token_count, tokenizer.files.vocab_sha256)
+    entries = tuple(write_draft(draft, folder, vocabulary, progress) for draft in drafts)
     graphs = _write_graphs(source, folder)
     provenance = Provenance(
         f"oxidize-ort {metadata.version('oxidize-ort')}",

@@ -35,6 +35,13 @@ def short(name: str) -> str:
     return name.removeprefix("model.")
 
 
+def float32(scope: Scope, value: str) -> str:
+    """An activation or a stored weight in float32, which at most plans it is already."""
+    if scope.plan.dtype == "float32":
+        return value
+    return scope.graph.op("Cast", [value], f"{value}.float32", {"to": scope.graph.element_type("float32")})
+
+
 def rms_norm(scope: Scope, x: str, name: str, size: int) -> str:
     """RMS norm over the last axis of width `size`."""
     return scope.profile.norm(scope.graph, x, _norm_weight(scope, name, size), scope.config.norm_eps, short(name))

@@ -12,6 +12,17 @@ from .config_hf import CONFIG_NAME
 
 
 @dataclass(frozen=True, slots=True)
+class Vocabulary:
+    """How many tokens, and the digest of their table."""
+
+    token_count: int
+    sha256: str
+
+    def __str__(self) -> str:
+        return f"{self.token_count} tokens, {self.sha256[:8]}"
+
+
+@dataclass(frozen=True, slots=True)
 class BundleSource:
     """A bundle to put into another one as a draft model, under a name of its own, without drafts it may have."""
 
@@ -36,14 +47,23 @@ def open_bundle_draft(name: str, folder: Path) -> BundleSource:
     return BundleSource(name, folder, load_manifest(folder))
 
 
-def write_nested(source: BundleSource, folder: Path, vocab_sha256: str) -> None:
-    """Put the bundle into an existing folder; one with another vocabulary is a UsageError."""
-    found = source.manifest.tokenizer.vocab_sha256
-    if found != vocab_sha256:
+def vocabulary_of(manifest: Manifest) -> Vocabulary:
+    """The vocabulary of a bundle."""
+    return Vocabulary(manifest.model.token_count, manifest.tokenizer.vocab_sha256)
+
+
+def check_vocabulary(draft: str, found: Vocabulary, target: Vocabulary) -> None:
+    """A draft model with another vocabulary than the target's is a UsageError."""
+    if found != target:
         raise UsageError(
-            f"draft {source.name} has another vocabulary ({source.manifest.model.token_count} tokens, {found[:8]}) "
-            f"than the target ({vocab_sha256[:8]}); a draft model needs the target's tokenizer"
+            f"draft {draft} has another vocabulary ({found}) than the target ({target}); "
+            "a draft model needs the target's tokenizer"
         )
+
+
+def write_nested(source: BundleSource, folder: Path, target: Vocabulary) -> None:
+    """Put the bundle into an existing folder; one with another vocabulary is a UsageError."""
+    check_vocabulary(source.name, vocabulary_of(source.manifest), target)
     verify_hashes(source.folder, source.manifest, source.files)
     for name in source.files:
         share(source.folder / name, folder / name)

@@ -68,9 +68,12 @@ def open_source(source: str, offline: bool = False, revision: str | None = None)
     missing, damaged or unsupported raises a CheckpointError.
     """
     path, commit = locate(source, offline, revision)
-    if path.is_file():
-        return _open_gguf(path)
-    return _open_folder(path, path.resolve().name if commit is None else source, commit)
+    place = file_or_folder(path)
+    if place.is_file():
+        return _open_gguf(place)
+    if not (path / CONFIG_NAME).is_file():
+        raise CheckpointError(f"{path} has neither {CONFIG_NAME} nor a .gguf file; it is not a checkpoint")
+    return _open_hugging_face(path, path.resolve().name if commit is None else source, commit)
 
 
 def locate(source: str, offline: bool = False, revision: str | None = None) -> tuple[Path, str | None]:
@@ -86,21 +89,23 @@ def locate(source: str, offline: bool = False, revision: str | None = None) -> t
     return folder, folder.name
 
 
-def _open_folder(folder: Path, name: str, revision: str | None) -> Checkpoint:
-    ggufs = sorted(folder.glob("*.gguf"))
-    complete = any((folder / weights).is_file() for weights in (SINGLE_NAME, INDEX_NAME))
-    if (folder / CONFIG_NAME).is_file() and (complete or not ggufs):
-        return _open_hugging_face(folder, name, revision)
-    if len(ggufs) == 1:
-        return _open_gguf(ggufs[0])
-    if ggufs:
-        raise CheckpointError(f"{folder} holds {len(ggufs)} .gguf files; name the one to export")
-    raise CheckpointError(f"{folder} has neither {CONFIG_NAME} nor a .gguf file; it is not a checkpoint")
+def file_or_folder(path: Path) -> Path:
+    """What is read at a path: itself, or the one .gguf file of a folder without a whole Hugging Face checkpoint.
+
+    Several .gguf files in such a folder are a CheckpointError.
+    """
+    ggufs = [] if path.is_file() else sorted(path.glob("*.gguf"))
+    complete = any((path / weights).is_file() for weights in (SINGLE_NAME, INDEX_NAME))
+    if not ggufs or ((path / CONFIG_NAME).is_file() and complete):
+        return path
+    if len(ggufs) > 1:
+        raise CheckpointError(f"{path} holds {len(ggufs)} .gguf files; name the one to export")
+    return ggufs[0]
 
 
 def _open_hugging_face(folder: Path, name: str, revision: str | None) -> Checkpoint:
     raw = read_json(folder / CONFIG_NAME)
-    config = config_from_hf(raw)
+    config = config_from_hf(raw, str(folder / CONFIG_NAME))
     tensors = read_safetensors(folder, _text_model_name if raw["model_type"] == "gemma3" else _weight_name)
     if config.tie_word_embeddings and _HEAD in tensors:
         _check_tied(folder, tensors)

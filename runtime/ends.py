@@ -56,12 +56,14 @@ class Scorer:
         if key not in self._bound:
             self._bound[key] = self._bind(hidden, count)
         binding, rows = self._bound[key]
-        rows.write(range(first, first + count))
+        if rows.read()[0] != first:
+            rows.write(range(first, first + count))
         self._session.run(binding)
         return self._logits.tensor.read()[:count, : self._columns]
 
     def _bind(self, hidden: Tensor, count: int) -> tuple[Binding, Tensor]:
         rows = Tensor((count,), "int64", _CPU)
+        rows.write(range(count))
         binding = self._session.binding()
         binding.bind_input("hidden", hidden, hidden.shape[-2:])
         binding.bind_input("rows", rows, (count,))

@@ -125,7 +125,8 @@ class DraftEntry:
 
     Kind "model": the folder is itself a bundle. Kinds "dflash", "eagle3", "mtp" and "medusa": `neural` and `graphs`
     describe it; roles "draft", for "eagle3" also "fuse", for "dflash" also "select" (DFlash 2) or "markov" (DSpark),
-    "embed" and "head" where it has its own.
+    "embed" and "head" where it has its own. provenance: of the draft's own files; None where the inner bundle has one,
+    or where they are the target's ("mtp").
     """
 
     name: str
@@ -133,6 +134,7 @@ class DraftEntry:
     folder: str
     neural: NeuralDraft | None = None
     graphs: tuple[GraphEntry, ...] = ()
+    provenance: Provenance | None = None
 
 
 @dataclass(frozen=True, slots=True)

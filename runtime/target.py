@@ -2,6 +2,8 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 
@@ -12,7 +14,7 @@ from .ends import Embedder, Scorer
 from .errors import BundleError, UsageError
 from .manifest import GraphEntry
 from .memory import collapse_in_background
-from .rows import PassRows, Rows
+from .rows import PassRows, RowBuffers, Rows
 from .session import Arena, Binding, Device, GraphSession, RuntimeOptions, Tensor, check_version, resolve_provider
 
 PREFILL_CHUNK = 512
@@ -22,8 +24,7 @@ _EXACT_HEAD_DIM = 128  # up to it GroupQueryAttention's sums on the CPU do not d
 _CPU = Device("cpu")
 
 
-@dataclass(frozen=True, slots=True)
-class _Layout:
+class _Layout(NamedTuple):
     """Which slots a pass covers ([low, high)) and how its rows are padded."""
 
     low: int
@@ -37,13 +38,14 @@ class _Layout:
 
 @dataclass(slots=True)
 class _Pass:
-    """The bindings of one layout by role, and its small inputs by name.
+    """The bindings of one layout by role; by name its small inputs and the rows that pass from graph to graph.
 
     The head's `rows` and logits are bound again whenever their number changes.
     """
 
     bindings: dict[str, Binding]
     inputs: dict[str, Tensor]
+    between: dict[str, Tensor]
     rows: Tensor | None = None
     chosen: list[int] | None = None  # the rows last written
 
@@ -72,8 +74,8 @@ class Target:
         self._window = facts.sliding_window
         self.taps = bundle.manifest.taps
         widths = {"inputs_embeds": 1, "hidden": 1, "taps": len(self.taps)}
-        self._arenas = {
-            name: Arena((width * facts.hidden_size,), dtype, self.device) for name, width in widths.items() if width
+        self._buffers = {
+            name: RowBuffers(width * facts.hidden_size, dtype, self.device) for name, width in widths.items() if width
         }
         self._logits = Arena((facts.vocab_size,), "float32", _CPU)
         self._passes: dict[_Layout, _Pass] = {}
@@ -81,7 +83,8 @@ class Target:
         self._tokens: list[list[int]] = [[] for _ in range(slots)]
         self._embedder = Embedder(self.sessions["embed"])
         self._scorer = Scorer(self.sessions["head"], self.token_count)
-        self._spans: list[tuple[int, int]] = []  # rows of each request of the last pass, over all slots
+        self._last: tuple[_Pass, _Layout, Sequence[Rows]] | None = None
+        self._fetched: dict[str, np.ndarray] = {}  # what the host has read of the last pass
         self.passes = 0
         if self.device.is_cpu:
             collapse_in_background()
@@ -101,22 +104,27 @@ class Target:
         for role in ("embed", "body", "head") if wanted else ("embed", "body"):
             self.sessions[role].run(current.bindings[role])
         self.passes += 1
-        self._spans.clear()
+        self._last = current, layout, requests
+        self._fetched.clear()
         for request in requests:
-            start = (request.slot - layout.low) * layout.width
-            self._spans.append((start, start + len(request.tokens)))
             self._remember(request)
         return self._split(requests)
 
     def rows(self, index: int) -> PassRows:
         """What the last pass computed for its request number `index`."""
-        start, end = self._spans[index]
-        found = {
-            name: np.asarray(arena.tensor.read()[start:end], np.float32)
-            for name, arena in self._arenas.items()
-            if name != "inputs_embeds"
-        }
-        return PassRows(found["hidden"], found.get("taps"))
+        assert self._last is not None
+        _, layout, requests = self._last
+        start = (requests[index].slot - layout.low) * layout.width
+        end = start + len(requests[index].tokens)
+        taps = partial(self._fetch, "taps", start, end) if self.taps else None
+        return PassRows(partial(self._fetch, "hidden", start, end), taps)
+
+    def _fetch(self, name: str, start: int, end: int) -> np.ndarray:
+        """Rows of the last pass, numbered over all slots; a device is read once a pass, whoever asks for what."""
+        if name not in self._fetched:
+            assert self._last is not None
+            self._fetched[name] = self._last[0].between[name].read()
+        return self._fetched[name][start:end]
 
     def embed_tokens(self, ids: Sequence[int]) -> Tensor:
         """For drafts, see `Embedder`."""
@@ -146,8 +154,10 @@ class Target:
             self.forward([Rows(slot, tokens[start : start + chunk], 0)])
 
     def _layout(self, requests: Sequence[Rows]) -> _Layout:
+        width = 0
         for request in requests:
             length = self.cache.lengths[request.slot] + len(request.tokens)
+            width = max(width, self._padded(len(request.tokens)))
             if length > self.context:
                 raise UsageError(
                     f"{length} tokens do not fit the model's context of {self.context}; "
@@ -155,7 +165,6 @@ class Target:
                 )
         slots = [request.slot for request in requests]
         low, high = min(slots), max(slots) + 1
-        width = max(self._padded(len(request.tokens)) for request in requests)
         odd = (high - low) * width % 2 and (high - low) * width > _ONE_BLOCK
         return _Layout(low, high, width + 1 if odd and self.floor > 1 else width)
 
@@ -170,12 +179,9 @@ class Target:
         return max(rows + rows % 2, self.floor)
 
     def _prepare(self, layout: _Layout, count: int) -> _Pass:
-        rows = layout.batch * layout.width
-        longest = max(self.cache.lengths[layout.low : layout.high])
-        self.cache.reserve(longest + layout.width)
-        moved = [arena.reserve(rows) for arena in self._arenas.values()]
-        moved.append(self._logits.reserve(count))
-        if any(moved) or self.cache.generation != self._generation or len(self._passes) >= _MAX_PASSES:
+        self.cache.reserve(max(self.cache.lengths[layout.low : layout.high]) + layout.width)
+        moved = self._logits.reserve(count)
+        if moved or self.cache.generation != self._generation or len(self._passes) >= _MAX_PASSES:
             self._passes.clear()
             self._generation = self.cache.generation
         found = self._passes.get(layout)
@@ -184,21 +190,17 @@ class Target:
         return found
 
     def _bind(self, layout: _Layout) -> _Pass:
-        axes = {
-            "B": layout.batch,
-            "S": layout.width,
-            "M": layout.batch * layout.width,
-            "C": self.cache.capacity,
-        }
+        rows = layout.batch * layout.width
+        axes = {"B": layout.batch, "S": layout.width, "M": rows, "C": self.cache.capacity}
         offset = layout.low * self.cache.slot_elements()
-        inputs: dict[str, Tensor] = {}
-        bindings = {role: self._bind_graph(session, axes, offset, inputs) for role, session in self.sessions.items()}
-        return _Pass(bindings, inputs)
+        between = {name: buffers.of(rows) for name, buffers in self._buffers.items()}
+        bound = _Pass({}, {}, between)
+        for role, session in self.sessions.items():
+            bound.bindings[role] = self._bind_graph(session, axes, offset, bound)
+        return bound
 
-    def _bind_graph(
-        self, session: GraphSession, axes: dict[str, int], offset: int, inputs: dict[str, Tensor]
-    ) -> Binding:
-        """Bind all but the rows to score and their logits; what the host is to fill in is added to `inputs`."""
+    def _bind_graph(self, session: GraphSession, axes: dict[str, int], offset: int, bound: _Pass) -> Binding:
+        """Bind all but the rows to score and their logits; what the host is to fill in is added to `bound.inputs`."""
         binding, past, present = session.binding(), iter(self.cache.tensors), iter(self.cache.tensors)
         for spec in session.contract.inputs:
             if spec.name == "rows":
@@ -206,16 +208,16 @@ class Target:
             shape = _concrete(spec, axes)
             if spec.name.startswith("past_key_values."):
                 binding.bind_input(spec.name, next(past), shape, offset)
-            elif spec.name in self._arenas:
-                binding.bind_input(spec.name, self._arenas[spec.name].tensor, shape)
+            elif spec.name in bound.between:
+                binding.bind_input(spec.name, bound.between[spec.name], shape)
             else:
-                inputs[spec.name] = Tensor(shape, spec.dtype, _CPU)
-                binding.bind_input(spec.name, inputs[spec.name], shape)
+                bound.inputs[spec.name] = Tensor(shape, spec.dtype, _CPU)
+                binding.bind_input(spec.name, bound.inputs[spec.name], shape)
         for spec in session.contract.outputs:
             if spec.name.startswith("present."):
                 binding.bind_output(spec.name, next(present), _concrete(spec, axes), offset)
-            elif spec.name in self._arenas:
-                binding.bind_output(spec.name, self._arenas[spec.name].tensor, _concrete(spec, axes))
+            elif spec.name in bound.between:
+                binding.bind_output(spec.name, bound.between[spec.name], _concrete(spec, axes))
         return binding
 
     def _fill(self, inputs: dict[str, Tensor], layout: _Layout, requests: Sequence[Rows]) -> None:

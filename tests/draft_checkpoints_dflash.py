@@ -86,8 +86,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
             "causal": False,
         },
     ),
-    "is_causal": _changed(is_causal=True, layer_types=_MIXED, sliding_window=24),
-    "all_sliding_not_causal": _changed(is_causal=False, layer_types=["sliding_attention"] * 3, sliding_window=24),
+    "is_causal": _changed(is_causal=True, layer_types=_MIXED, sliding_window=24, use_sliding_window=True),
+    "all_sliding_not_causal": _changed(
+        is_causal=False, layer_types=["sliding_attention"] * 3, sliding_window=24, use_sliding_window=True
+    ),
     "bias": _changed(attention_bias=True),
 }
 

@@ -167,6 +167,12 @@ _SLIDING_LAYER = {
 }
 EAGLE_VARIANTS: dict[str, EagleVariant] = {
     "safeailab": EagleVariant(_SAFEAILAB, (1, 3, 4), dtype="float16"),
+    "safeailab_full": EagleVariant(
+        {key: value for key, value in _SAFEAILAB.items() if key != "draft_vocab_size"},
+        (1, 3, 4),
+        dtype="float16",
+        leave_out=("d2t", "t2d"),
+    ),
     "specforge": EagleVariant(
         {**_SPECFORGE, "eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 4, 6], "use_aux_hidden_state": True}},
         (1, 4, 6),

@@ -27,7 +27,6 @@ class FlatTensor:
     """A tensor with its outer dimensions as one, [a,b,H] -> [a*b,H]."""
 
     tensor: LazyTensor
-    path: Path
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -51,26 +50,27 @@ def recognises_dflash2(raw: Mapping[str, Any]) -> bool:
 
 def read_dflash2(folder: Path, target: ModelConfig, force: bool = False) -> DraftCheckpoint:
     """Open a draft for this target; see `dflash_hf.read_dflash`."""
-    stated = stated_by_dflash2(read_json(folder / CONFIG_NAME))
+    config = folder / CONFIG_NAME
+    stated = stated_by_dflash2(read_json(config), str(config))
     opened = open_tensors(folder, allowed="DFlash2")
     tensors = {}
     for name, tensor in opened.tensors.items():
         bare = name.rpartition(".")[2] in _BARE
         flat = len(tensor.shape) == 3 and any(f"{part}.base_kernel" in name for part in CONVOLUTIONS)
-        stored = FlatTensor(tensor, getattr(tensor, "path", folder)) if flat else tensor
+        stored = FlatTensor(tensor) if flat else tensor
         tensors[f"{name}.weight" if bare else name] = stored
     return assemble(stated, replace(opened, tensors=tensors), target, force)
 
 
-def stated_by_dflash2(raw: Mapping[str, Any]) -> Stated:
-    """What a decoded config.json says."""
+def stated_by_dflash2(raw: Mapping[str, Any], where: str) -> Stated:
+    """What a decoded config.json says; `where` begins every error message."""
     nested = raw.get("dflash_config")
     nested = nested if isinstance(nested, Mapping) else {}
-    inner = Keys({key: nested[key] for key in nested if key in _OWN}, {}, f"{CONFIG_NAME}: dflash_config")
-    top = Keys({key: raw[key] for key in raw if key in _OWN}, {}, CONFIG_NAME)
+    inner = Keys({key: nested[key] for key in nested if key in _OWN}, {}, f"{where}: dflash_config")
+    top = Keys({key: raw[key] for key in raw if key in _OWN}, {}, where)
     plain = {key: value for key, value in raw.items() if key not in _OWN}
     plain["dflash_config"] = {key: value for key, value in nested.items() if key not in _OWN}
-    stated = stated_by_hf({**plain, "architectures": [DFLASH]})
+    stated = stated_by_hf({**plain, "architectures": [DFLASH]}, where)
     taps, group, rank, top_k = (either(top, inner, key).size(key) for key in SIZES)
     paths = PathSelection(
         conv_taps=taps,

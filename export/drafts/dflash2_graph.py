@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..layers import Scope, linear
+from ..layers import Scope, float32, linear
 from ..quantize import BLOCK
 from ..tensors import Projection
 from .base import DraftConfig, PathSelection
@@ -73,7 +73,7 @@ def select_graph(config: DraftConfig, scope: Scope) -> None:
         (paths.rank,),
         config.model.hidden_size,
     )
-    projected = _float32(scope, linear(scope, graph.input("hidden"), projection))  # [N,R]
+    projected = float32(scope, linear(scope, graph.input("hidden"), projection))  # [N,R]
     middle = graph.constant("axis.1", np.array([1], np.int64))
     projected = graph.op("Unsqueeze", [projected, middle], "projected.row")
     given = graph.op("Mul", [_codes(scope, paths, "predecessor", before), projected], "given")  # [N,K,R]
@@ -101,9 +101,9 @@ def _codes(scope: Scope, paths: PathSelection, part: str, tokens: str) -> str:
     if scope.plan.precision == "int4" and paths.rank % BLOCK == 0:
         projection = Projection("table", name, (name,), (scope.config.vocab_size,), paths.rank)
         blocks = scope.tensors.blocks(projection, scope.plan.head_bits)
-        return _float32(scope, scope.profile.gather_blocks(scope.graph, tokens, blocks, f"{part}.codes"))
+        return float32(scope, scope.profile.gather_blocks(scope.graph, tokens, blocks, f"{part}.codes"))
     table = scope.graph.stored(f"{name}.weight", scope.tensors.table(name, scope.config.vocab_size, paths.rank))
-    return _float32(scope, scope.graph.op("Gather", [table, tokens], f"{part}.codes", {"axis": 0}))
+    return float32(scope, scope.graph.op("Gather", [table, tokens], f"{part}.codes", {"axis": 0}))
 
 
 def _row(scope: Scope, kernels: str, index: int, name: str) -> str:
@@ -121,9 +121,3 @@ def _moved(scope: Scope, x: str, rows: int, name: str) -> str:
     padded = graph.op("Pad", [x, pads], f"{name}.padded{rows}")
     bounds = [graph.constant(f"int64.{n}", np.array([n], np.int64)) for n in (0, -rows, 1)]
     return graph.op("Slice", [padded, *bounds], f"{name}.moved{rows}")
-
-
-def _float32(scope: Scope, value: str) -> str:
-    if scope.plan.dtype == "float32":
-        return value
-    return scope.graph.op("Cast", [value], f"{value}.float32", {"to": scope.graph.element_type("float32")})

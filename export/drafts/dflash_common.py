@@ -11,6 +11,7 @@ from oxidize.runtime.errors import CheckpointError, UnsupportedModelError, Usage
 from ..config import ModelConfig
 from ..weights import LazyTensor, TensorTable
 from .base import DraftCheckpoint, DraftConfig, MarkovHead, PathSelection, layer_shapes, markov_shapes
+from .strict import REMEDY, check_tensors
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"  # of the draft's own, if it has them
 CONVOLUTIONS = ("attention_conv", "mlp_conv")
@@ -62,7 +63,10 @@ class Stated:
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """The tensors of a checkpoint under canonical names, d2t and t2d (int64 target ids, bool) apart; see `assemble`."""
+    """The tensors of a checkpoint under canonical names, d2t and t2d (int64 target ids, bool) apart; see `assemble`.
+
+    map_file: the file that d2t is in.
+    """
 
     name: str
     where: Path
@@ -70,6 +74,7 @@ class Opened:
     files: tuple[Path, ...]
     d2t: np.ndarray | None = None
     t2d: np.ndarray | None = None
+    map_file: Path | None = None
 
 
 def refuse_foreign(names: Iterable[str], where: Path, allowed: str | None = None) -> None:
@@ -79,7 +84,7 @@ def refuse_foreign(names: Iterable[str], where: Path, allowed: str | None = None
             if part in name and meaning.partition(":")[0] != allowed:
                 raise UnsupportedModelError(
                     f"{where}: tensor {name} belongs to {meaning}, which this version does not read from such a "
-                    "checkpoint; without it the draft would be another one"
+                    "checkpoint, and without it the draft would be another one; use a draft without it"
                 )
 
 
@@ -100,7 +105,7 @@ def assemble(stated: Stated, opened: Opened, target: ModelConfig, force: bool) -
     taps = _taps(stated, opened, target)
     head = opened.tensors.get(HEAD)
     draft_vocab = stated.draft_vocab_size or target.vocab_size
-    if head is not None and stated.draft_vocab_size is None:
+    if head is not None and stated.draft_vocab_size is None and len(head.shape) == 2:
         draft_vocab = head.shape[0]
     config = DraftConfig(
         kind="dflash",
@@ -118,7 +123,7 @@ def assemble(stated: Stated, opened: Opened, target: ModelConfig, force: bool) -
         markov=stated.markov,
     )
     _check_paths(config, opened.where)
-    check_tensors(opened, tensor_shapes(config))
+    check_tensors(opened.where, opened.tensors, tensor_shapes(config), "a DFlash draft")
     _check_fit(config, opened, target)
     return DraftCheckpoint(
         name=opened.name,
@@ -136,11 +141,15 @@ def _check_paths(config: DraftConfig, where: Path) -> None:
     if paths is None:
         return
     if hidden % paths.conv_group:
-        raise CheckpointError(f"{where}: conv_group_size {paths.conv_group} does not divide hidden_size {hidden}")
+        raise CheckpointError(
+            f"{where}: conv_group_size {paths.conv_group} does not divide hidden_size {hidden}; {REMEDY}"
+        )
     if paths.top_k > rows:
-        raise CheckpointError(f"{where}: selector_top_k {paths.top_k} exceeds the vocabulary of {rows} rows")
+        raise CheckpointError(f"{where}: selector_top_k {paths.top_k} exceeds the vocabulary of {rows} rows; {REMEDY}")
     if paths.multiplier <= 0:
-        raise CheckpointError(f"{where}: logits are multiplied by {paths.multiplier}, expected a positive number")
+        raise CheckpointError(
+            f"{where}: logits are multiplied by {paths.multiplier}, expected a positive number; {REMEDY}"
+        )
 
 
 def tensor_shapes(config: DraftConfig) -> dict[str, tuple[int, ...]]:
@@ -181,31 +190,6 @@ def _convolutions(paths: PathSelection, hidden: int) -> dict[str, tuple[int, ...
             (f"{part}.kernel_projection.weight", (rows * groups, hidden)),
         )
     }
-
-
-def check_tensors(opened: Opened, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Exactly the tensors asked for, each of its shape; a CheckpointError names file, tensor and shapes."""
-    for name, shape in shapes.items():
-        found = opened.tensors.get(name)
-        if found is None:
-            raise CheckpointError(
-                f"{opened.where} has no tensor {name}, expected shape {list(shape)}; it is incomplete"
-            )
-        if found.shape != shape:
-            raise CheckpointError(
-                f"{_file(opened, name)}: tensor {name} has shape {list(found.shape)}, expected {list(shape)}; "
-                "config and weights are not of the same draft"
-            )
-    for name in opened.tensors:
-        if name not in shapes:
-            raise UnsupportedModelError(
-                f"{_file(opened, name)}: tensor {name} {list(opened.tensors[name].shape)} is not part of a DFlash "
-                "draft as its config describes it; this version does not know what it is for"
-            )
-
-
-def _file(opened: Opened, name: str) -> object:
-    return getattr(opened.tensors[name], "path", opened.where)
 
 
 def _mismatch(stated: Stated, opened: Opened, target: ModelConfig, force: bool) -> str | None:
@@ -251,7 +235,7 @@ def _check_fit(config: DraftConfig, opened: Opened, target: ModelConfig) -> None
     if borrows and draft.hidden_size != target.hidden_size:
         raise UsageError(
             f"{opened.where} has hidden size {draft.hidden_size}, the target {target.hidden_size}; fc cannot help: "
-            "the draft uses the target's embedding or head"
+            "the draft uses the target's embedding or head; choose the draft of this target"
         )
     if draft.vocab_size != target.vocab_size:
         raise UsageError(
@@ -260,31 +244,38 @@ def _check_fit(config: DraftConfig, opened: Opened, target: ModelConfig) -> None
         )
     if config.mask_token_id is None or config.mask_token_id >= target.vocab_size:
         raise UsageError(
-            f"{opened.where}: mask token id {config.mask_token_id} is beyond the target's {target.vocab_size} rows"
+            f"{opened.where}: mask token id {config.mask_token_id} is beyond the target's {target.vocab_size} rows; "
+            "choose the draft of this target"
         )
 
 
 def _target_ids(config: DraftConfig, opened: Opened, target: ModelConfig) -> np.ndarray | None:
     """The target id of each row of the draft's head; None where they are the same."""
-    rows, ids = config.draft_vocab_size, opened.d2t
+    rows, ids, where = config.draft_vocab_size, opened.d2t, opened.map_file or opened.where
     if ids is None:
         if rows not in (None, target.vocab_size):
             raise CheckpointError(
                 f"{opened.where} has no tensor d2t, expected shape [{rows}]: its head has {rows} rows for the "
-                f"target's {target.vocab_size} tokens"
+                f"target's {target.vocab_size} tokens; fetch the draft again"
             )
         return None
     if rows is None:
-        raise CheckpointError(f"{opened.where} has a tensor d2t but no {HEAD} whose rows it names; it is incomplete")
+        raise CheckpointError(
+            f"{opened.where} has a tensor d2t but no {HEAD} whose rows it names; it is incomplete, fetch it again"
+        )
     if ids.shape != (rows,):
-        raise CheckpointError(f"{opened.where}: tensor d2t has shape {list(ids.shape)}, expected [{rows}]")
+        raise CheckpointError(
+            f"{where}: tensor d2t has shape {list(ids.shape)}, expected [{rows}], the rows of {HEAD}; {REMEDY}"
+        )
     if ids.min() < 0 or ids.max() >= target.vocab_size or len(np.unique(ids)) != rows:
         raise CheckpointError(
-            f"{opened.where}: d2t must name {rows} different tokens below {target.vocab_size}; it goes from "
-            f"{ids.min()} to {ids.max()} with {len(np.unique(ids))} different ones"
+            f"{where}: d2t must name {rows} different tokens below {target.vocab_size}; it goes from "
+            f"{ids.min()} to {ids.max()} with {len(np.unique(ids))} different ones; fetch the draft again"
         )
     if opened.t2d is not None and not np.array_equal(np.flatnonzero(opened.t2d), np.sort(ids)):
-        raise CheckpointError(f"{opened.where}: tensors d2t and t2d name different tokens; the file is damaged")
+        raise CheckpointError(
+            f"{where}: tensors d2t and t2d name different tokens; the file is damaged, fetch the draft again"
+        )
     return None if np.array_equal(ids, np.arange(target.vocab_size)) else ids
 
 

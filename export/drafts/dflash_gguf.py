@@ -24,6 +24,7 @@ ARCHITECTURE = "dflash"
 _CONVENTION = "input of layer i (llama.cpp)"
 _ROPE_FACTORS, _TARGET_IDS = "rope_freqs.weight", "d2t"
 _MASK = "mask_token_id"
+_AGAIN = "convert the draft again"
 _TOP = {
     "fc": "fc",
     "enc.output_norm": "hidden_norm",
@@ -103,10 +104,10 @@ def opened_gguf(file: GgufFile) -> Opened:
             ids = read_integers(file.path, place).astype(np.int64)
         elif place.name != _ROPE_FACTORS:
             tensor, bare = GgufTensor(file.path, place), place.name.rpartition(".")[2] in _BARE
-            tensors[_canonical(place.name)] = (
-                FlatTensor(tensor, file.path) if bare and len(place.shape) == 3 else tensor
-            )
-    return Opened(name=file.path.name, where=file.path, tensors=tensors, files=(file.path,), d2t=ids)
+            tensors[_canonical(place.name)] = FlatTensor(tensor) if bare and len(place.shape) == 3 else tensor
+    return Opened(
+        name=file.path.name, where=file.path, tensors=tensors, files=(file.path,), d2t=ids, map_file=file.path
+    )
 
 
 def _canonical(name: str) -> str:
@@ -138,11 +139,11 @@ def _layout(keys: Keys, layers: int) -> tuple[tuple[str, ...], int | None]:
     pattern = keys.get("attention.sliding_window_pattern")
     if not window:
         if isinstance(pattern, list) and any(pattern):
-            raise CheckpointError(f"{keys.where}: sliding layers need attention.sliding_window")
+            raise CheckpointError(f"{keys.where}: sliding layers need attention.sliding_window; {_AGAIN}")
         return (FULL,) * layers, None
     if not isinstance(pattern, list) or len(pattern) != layers or not all(type(item) is bool for item in pattern):
         raise CheckpointError(
-            f"{keys.where}: attention.sliding_window_pattern must be a flag for each of {layers} layers"
+            f"{keys.where}: attention.sliding_window_pattern must be a flag for each of {layers} layers; {_AGAIN}"
         )
     return tuple(SLIDING if item else FULL for item in pattern), window if any(pattern) else None
 
@@ -157,7 +158,7 @@ def _causal(keys: Keys, types: tuple[str, ...]) -> tuple[bool, ...]:
 def _taps(keys: Keys) -> tuple[int, ...]:
     taps = tap_ids(keys, "target_layers", first=1)
     if taps is None:
-        raise CheckpointError(f"{keys.where}: target_layers is missing; GGUF has no default")
+        raise CheckpointError(f"{keys.where}: target_layers is missing, and GGUF has no default; {_AGAIN}")
     return taps
 
 
@@ -166,5 +167,6 @@ def _check_sections(keys: Keys, head_dim: int) -> None:
     sections = keys.get("rope.dimension_sections")
     if sections is not None and (not isinstance(sections, list) or sum(sections) != head_dim // 2):
         raise UnsupportedModelError(
-            f"{keys.where}: rope.dimension_sections {sections!r} do not cover the {head_dim // 2} frequencies of a head"
+            f"{keys.where}: rope.dimension_sections {sections!r} do not cover the {head_dim // 2} frequencies of a "
+            f"head; {_AGAIN}"
         )

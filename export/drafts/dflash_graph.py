@@ -11,13 +11,14 @@ import numpy as np
 
 from oxidize.runtime.contracts import draft_contract, markov_contract, select_contract
 
-from ..layers import Scope, Stream, gated_mlp, linear, residual_norm, rms_norm
+from ..layers import Scope, Stream, float32, gated_mlp, linear, residual_norm, rms_norm
 from ..profiles import Attention
 from ..tensors import Projection
 from .base import DraftConfig, DraftGraph
 from .dflash2_graph import convolve, prepare_convolution, select_graph
 from .dspark_graph import markov_graph
 from .ends import own_ends
+from .taps import joined_taps
 
 
 def dflash_graphs(config: DraftConfig, dtype: str) -> tuple[DraftGraph, ...]:
@@ -55,19 +56,13 @@ def _draft_graph(config: DraftConfig, scope: Scope) -> None:
 
 
 def _context(scope: Scope, feature_size: int) -> str:
-    """fc, then hidden_norm: the context rows [1,T,H].
-
-    In float32 whatever the plan: the products of taps near float16's largest number go beyond it before the norm
-    brings them back.
-    """
+    """fc, then hidden_norm: the context rows [1,T,H]. In float32 until the norm has brought them back into range."""
     graph, size = scope.graph, scope.config.hidden_size
-    fc = Projection("qkv", "fc", ("fc",), (size,), feature_size)  # all layers read it: as many bits as q, k and v
+    joined = joined_taps(scope, graph.input("features"), feature_size)
+    norm = float32(scope, graph.stored("hidden_norm.weight", scope.tensors.vector("hidden_norm.weight", size)))
+    normed = scope.profile.norm(graph, joined, norm, scope.config.norm_eps, "hidden_norm")
     if scope.plan.dtype == "float32":
-        return rms_norm(scope, linear(scope, graph.input("features"), fc), "hidden_norm", size)
-    weight = _float32(scope, graph.stored("fc.weight", scope.tensors.dense(fc)))
-    norm = _float32(scope, graph.stored("hidden_norm.weight", scope.tensors.vector("hidden_norm.weight", size)))
-    mixed = graph.op("MatMul", [_float32(scope, graph.input("features")), weight], "fc")
-    normed = scope.profile.norm(graph, mixed, norm, scope.config.norm_eps, "hidden_norm")
+        return normed
     return graph.op("Cast", [normed], "hidden_norm.cast", {"to": graph.element_type(scope.plan.dtype)})
 
 
@@ -153,7 +148,3 @@ def _written(scope: Scope, rows: str, cache: str) -> str:
     written = graph.op("TensorScatter", inputs, f"cache.{cache}", {"axis": 2})
     graph.output(f"present.{cache}", written)
     return written
-
-
-def _float32(scope: Scope, value: str) -> str:
-    return scope.graph.op("Cast", [value], f"{value}.float32", {"to": scope.graph.element_type("float32")})

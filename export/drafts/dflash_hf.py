@@ -15,6 +15,7 @@ from ..safetensors_source import INDEX_NAME, SafetensorsTensor, find_safetensors
 from ..weights import LazyTensor
 from .base import DraftCheckpoint
 from .dflash_common import EMBEDDING, Opened, Stated, assemble, refuse_foreign, with_layout
+from .strict import REMEDY
 
 ARCHITECTURE = "DFlashDraftModel"
 _CONVENTION = "output of layer i (z-lab)"
@@ -65,9 +66,9 @@ def read_dflash(folder: Path, target: ModelConfig, force: bool = False) -> Draft
     UnsupportedModelError naming what is not implemented, CheckpointError for what is damaged or contradicts itself,
     UsageError for a draft that does not fit the target.
     """
-    raw = read_json(folder / CONFIG_NAME)
-    opened = open_tensors(folder)
-    return assemble(stated_by_hf(raw), opened, target, force)
+    config = folder / CONFIG_NAME
+    stated = stated_by_hf(read_json(config), str(config))
+    return assemble(stated, open_tensors(folder), target, force)
 
 
 def open_tensors(folder: Path, unused: tuple[str, ...] = (), allowed: str | None = None) -> Opened:
@@ -85,17 +86,18 @@ def open_tensors(folder: Path, unused: tuple[str, ...] = (), allowed: str | None
         tensors=tensors,
         files=(*(path for path in names if path.is_file()), *find_safetensors(folder)),
         d2t=None if offsets is None else _ids(offsets),
+        map_file=None if offsets is None else offsets.path,
         t2d=None if chosen is None else _vector(chosen, {"BOOL": "u1", "U8": "u1"}),
     )
 
 
-def stated_by_hf(raw: Mapping[str, Any]) -> Stated:
-    """What a decoded config.json says."""
-    _check_architecture(raw)
-    top = Keys({key: raw[key] for key in raw if key in (*_OWN, *_ONLY)}, {}, CONFIG_NAME)
-    nested = Keys(top.mapping("dflash_config"), {}, f"{CONFIG_NAME}: dflash_config")
+def stated_by_hf(raw: Mapping[str, Any], where: str) -> Stated:
+    """What a decoded config.json says; `where` begins every error message."""
+    _check_architecture(raw, where)
+    top = Keys({key: raw[key] for key in raw if key in (*_OWN, *_ONLY)}, {}, where)
+    nested = Keys(top.mapping("dflash_config"), {}, f"{where}: dflash_config")
     top.get("auto_map")
-    model = base_model({key: value for key, value in raw.items() if key not in (*_OWN, *_ONLY)})
+    model = base_model({key: value for key, value in raw.items() if key not in (*_OWN, *_ONLY)}, where)
     types, window, derived = layer_layout(top, nested, model.layers)
     stated = Stated(
         model=with_layout(model, types, window),
@@ -114,51 +116,75 @@ def stated_by_hf(raw: Mapping[str, Any]) -> Stated:
     return stated
 
 
-def base_model(raw: Mapping[str, Any]) -> ModelConfig:
+def base_model(raw: Mapping[str, Any], where: str) -> ModelConfig:
     """The stack of layers, all of them full, from the keys that a Qwen3 or Llama config has too."""
     if raw.get("model_type") not in _MODEL_TYPES:
         raise UnsupportedModelError(
-            f"{CONFIG_NAME}: a DFlash draft of model_type {raw.get('model_type')!r} is not implemented; this version "
+            f"{where}: a DFlash draft of model_type {raw.get('model_type')!r} is not implemented; this version "
             f"knows {', '.join(_MODEL_TYPES)}"
         )
     plain = {key: value for key, value in raw.items() if key not in LAYOUT}
     ropes = [key for key in ("rope_parameters", "rope_scaling") if isinstance(plain.get(key), Mapping)]
     plain |= {key: _without_mrope(plain[key]) for key in ropes}
     if plain.get("rope_theta") is None and not any("rope_theta" in plain[key] for key in ropes):
-        raise CheckpointError(f"{CONFIG_NAME}: rope_theta is missing; engines differ in what they take it for")
-    return config_from_hf(plain)
+        raise CheckpointError(f"{where}: rope_theta is missing, and engines differ in what they take it for; {REMEDY}")
+    return config_from_hf(plain, where)
 
 
 def layer_layout(top: Keys, nested: Keys, layers: int) -> tuple[tuple[str, ...], int | None, tuple[str, ...] | None]:
     """Layer types and window as they are used, and the types that causality follows (None: none said).
 
-    `use_swa` makes all layers slide where the types name none; a draft's own window goes before the model's.
+    layer_types goes before max_window_layers, which published drafts of sliding layers set to their number of layers.
+    `use_swa` makes all layers slide where the types name none, with the draft's own window, whatever the model's may
+    be. Where types name sliding layers, a flag that denies them or a second window is a contradiction, as engines
+    differ in which of the two they follow; but transformers by itself writes use_sliding_window = false without
+    sliding_window beside sliding layers, and then the draft's own window counts.
     """
     types = top.texts("layer_types")
     if types is not None and (len(types) != layers or not set(types) <= {FULL, SLIDING}):
         raise UnsupportedModelError(
-            f"{top.where}: layer_types {shown(list(types))} is not implemented for {layers} layers"
+            f"{top.where}: layer_types {shown(list(types))} is not implemented for {layers} layers; {REMEDY}"
         )
     first = top.optional_integer("max_window_layers")
     if top.flag("use_sliding_window", False) and types is None:
         types = tuple(FULL if layer < (first or 0) else SLIDING for layer in range(layers))
     used = types or (FULL,) * layers
-    if nested.flag("use_swa", False) and SLIDING not in used:
+    if SLIDING in used:
+        _check_windows(top, nested)
+    elif nested.flag("use_swa", False):
         used = (SLIDING,) * layers
     window = nested.optional_integer("swa_window_size") or top.optional_integer("sliding_window")
     top.get("sliding_window")
     if SLIDING not in used:
         return used, None, types
     if not window:
-        raise CheckpointError(f"{top.where}: sliding layers need sliding_window, or dflash_config.swa_window_size")
+        raise CheckpointError(
+            f"{top.where}: sliding layers need sliding_window, or dflash_config.swa_window_size; {REMEDY}"
+        )
     return used, window, types
+
+
+def _check_windows(top: Keys, nested: Keys) -> None:
+    """Beside layer types that slide: no flag that denies it, and no second window of another size."""
+    theirs, own = top.optional_integer("sliding_window"), nested.optional_integer("swa_window_size")
+    chosen = nested.flag("use_swa", False)
+    in_force = top.flag("use_sliding_window", True)  # sliding_window, by the rule of Qwen's configs
+    denied = None
+    if nested.get("use_swa") is False:
+        denied = "dflash_config says use_swa = False"
+    elif not in_force and theirs and not chosen:
+        denied = f"use_sliding_window = False with sliding_window = {theirs}"
+    elif in_force and theirs and own and theirs != own:
+        denied = f"sliding_window = {theirs} and dflash_config says swa_window_size = {own}"
+    if denied is not None:
+        raise CheckpointError(f"{top.where}: layers slide, but {denied}; {REMEDY}")
 
 
 def _causal(top: Keys, nested: Keys, types: tuple[str, ...] | None, layers: int) -> tuple[bool, ...]:
     """For each layer whether rows of a block see earlier ones only: as stated, else in sliding layers."""
     outer, inner = top.get("is_causal"), nested.get("causal")
     if outer is not None and inner is not None and outer != inner:
-        raise CheckpointError(f"{top.where}: is_causal = {outer} but dflash_config says causal = {inner}")
+        raise CheckpointError(f"{top.where}: is_causal = {outer} but dflash_config says causal = {inner}; {REMEDY}")
     if outer is not None or inner is not None:
         return (top.flag("is_causal", nested.flag("causal", False)),) * layers
     return tuple(types is not None and types[layer] == SLIDING for layer in range(layers))
@@ -168,7 +194,7 @@ def either(top: Keys, nested: Keys, key: str) -> Keys:
     """The place that states a key which may be at the top or in dflash_config; stated twice it has to be the same."""
     outer, inner = top.get(key), nested.get(key)
     if outer is not None and inner is not None and outer != inner:
-        raise CheckpointError(f"{top.where}: {key} = {shown(outer)} but dflash_config says {shown(inner)}")
+        raise CheckpointError(f"{top.where}: {key} = {shown(outer)} but dflash_config says {shown(inner)}; {REMEDY}")
     return nested if outer is None else top
 
 
@@ -176,7 +202,9 @@ def block_size(keys: Keys) -> int:
     """Tokens of a block, the anchor included."""
     size = keys.size("block_size")
     if size < 2:
-        raise CheckpointError(f"{keys.where}: block_size must be at least 2 (the anchor and a mask), not {size}")
+        raise CheckpointError(
+            f"{keys.where}: block_size must be at least 2 (the anchor and a mask), not {size}; {REMEDY}"
+        )
     return size
 
 
@@ -184,7 +212,7 @@ def token_id(keys: Keys, key: str = "mask_token_id") -> int:
     """A token id that has to be there."""
     found = keys.optional_integer(key)
     if found is None:
-        raise CheckpointError(f"{keys.where}: {key} is missing; a block is filled up with that token")
+        raise CheckpointError(f"{keys.where}: {key} is missing; a block is filled up with that token: {REMEDY}")
     return found
 
 
@@ -194,15 +222,15 @@ def tap_ids(keys: Keys, key: str, first: int = 0) -> tuple[int, ...] | None:
     if ids is None:
         return None
     if not isinstance(ids, list) or not ids or not all(type(tap) is int and tap >= first for tap in ids):
-        raise CheckpointError(f"{keys.where}: {key} must be a list of layers from {first}, not {shown(ids)}")
+        raise CheckpointError(f"{keys.where}: {key} must be a list of layers from {first}, not {shown(ids)}; {REMEDY}")
     return tuple(tap - first for tap in ids)
 
 
-def _check_architecture(raw: Mapping[str, Any]) -> None:
+def _check_architecture(raw: Mapping[str, Any], where: str) -> None:
     names = raw.get("architectures")
     if names not in (None, [], [ARCHITECTURE]):
         raise UnsupportedModelError(
-            f"{CONFIG_NAME}: architectures {shown(names)} is not implemented; this version knows {ARCHITECTURE}"
+            f"{where}: architectures {shown(names)} is not implemented; this version knows {ARCHITECTURE}"
         )
 
 

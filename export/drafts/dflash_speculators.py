@@ -12,6 +12,7 @@ from ..config_keys import Keys, shown
 from .base import DraftCheckpoint
 from .dflash_common import Stated, assemble, with_layout
 from .dflash_hf import LAYOUT, base_model, block_size, layer_layout, open_tensors, tap_ids, token_id
+from .strict import REMEDY
 
 _CONVENTION = "input of layer i (vLLM speculators)"
 _KINDS = ("dflash", "dflash2", "dspark", "domino")
@@ -33,25 +34,28 @@ def recognises_dflash_speculators(raw: Mapping[str, Any]) -> bool:
 
 def read_dflash_speculators(folder: Path, target: ModelConfig, force: bool = False) -> DraftCheckpoint:
     """Open a draft for this target; see `dflash_hf.read_dflash`."""
-    raw = read_json(folder / CONFIG_NAME)
-    opened = open_tensors(folder, TARGETS_OWN)
-    return assemble(stated_by_speculators(raw), opened, target, force)
+    config = folder / CONFIG_NAME
+    stated = stated_by_speculators(read_json(config), str(config))
+    return assemble(stated, open_tensors(folder, TARGETS_OWN), target, force)
 
 
-def stated_by_speculators(raw: Mapping[str, Any], wanted: str = "dflash") -> Stated:
-    """What a decoded config.json says of a draft of the kind `wanted`, as far as all kinds say it."""
+def stated_by_speculators(raw: Mapping[str, Any], where: str, wanted: str = "dflash") -> Stated:
+    """What a decoded config.json says of a draft of the kind `wanted`, as far as all kinds say it.
+
+    where: begins every error message.
+    """
     kind = raw.get("speculators_model_type")
     if kind != wanted:
         raise UnsupportedModelError(
-            f"{CONFIG_NAME}: speculators_model_type {kind!r} is not implemented; this version knows dflash and dspark"
+            f"{where}: speculators_model_type {kind!r} is not implemented; this version knows dflash and dspark"
         )
-    keys = Keys(raw, {}, CONFIG_NAME)
+    keys = Keys(raw, {}, where)
     keys.get("speculators_model_type")
     _check_algorithm(keys, wanted)
     layers = keys.mapping(_LAYERS)
-    layout = Keys({key: layers[key] for key in layers if key in LAYOUT}, {}, f"{CONFIG_NAME}: {_LAYERS}")
-    model = base_model(layers)
-    types, window, _ = layer_layout(layout, Keys({}, {}, CONFIG_NAME), model.layers)
+    layout = Keys({key: layers[key] for key in layers if key in LAYOUT}, {}, f"{where}: {_LAYERS}")
+    model = base_model(layers, layout.where)
+    types, window, _ = layer_layout(layout, Keys({}, {}, where), model.layers)
     sliding_causal = not keys.flag("sliding_window_non_causal", False)
     stated = Stated(
         model=with_layout(model, types, window),
@@ -71,7 +75,9 @@ def stated_by_speculators(raw: Mapping[str, Any], wanted: str = "dflash") -> Sta
 def _taps(keys: Keys) -> tuple[int, ...]:
     taps = tap_ids(keys, "aux_hidden_state_layer_ids", first=1)
     if taps is None:
-        raise CheckpointError(f"{keys.where}: aux_hidden_state_layer_ids is missing; this layout has no default")
+        raise CheckpointError(
+            f"{keys.where}: aux_hidden_state_layer_ids is missing; this layout has no default: fetch the draft again"
+        )
     return taps
 
 
@@ -80,5 +86,5 @@ def _check_algorithm(keys: Keys, wanted: str) -> None:
     if algorithm not in (None, wanted):
         raise CheckpointError(
             f"{keys.where}: speculators_model_type is {wanted} but speculators_config says algorithm = "
-            f"{shown(algorithm)}"
+            f"{shown(algorithm)}; {REMEDY}"
         )

@@ -19,6 +19,7 @@ from .dflash_common import Stated, assemble
 from .dflash_hf import ARCHITECTURE as DFLASH
 from .dflash_hf import either, open_tensors, stated_by_hf
 from .dflash_speculators import TARGETS_OWN, stated_by_speculators
+from .strict import REMEDY
 
 NAME = "DSpark"  # as `refuse_foreign` knows it
 ARCHITECTURES = ("DSparkDraftModel", "Qwen3DSparkModel")
@@ -52,30 +53,32 @@ def recognises_dspark_speculators(raw: Mapping[str, Any]) -> bool:
 
 def read_dspark(folder: Path, target: ModelConfig, force: bool = False) -> DraftCheckpoint:
     """Open a draft in DeepSpec's or SpecForge's layout for this target; see `dflash_hf.read_dflash`."""
-    stated = stated_by_dspark(read_json(folder / CONFIG_NAME))
+    config = folder / CONFIG_NAME
+    stated = stated_by_dspark(read_json(config), str(config))
     return assemble(stated, open_tensors(folder, allowed=NAME), target, force)
 
 
 def read_dspark_speculators(folder: Path, target: ModelConfig, force: bool = False) -> DraftCheckpoint:
     """Open a draft in the speculators layout for this target; see `dflash_hf.read_dflash`."""
-    stated = stated_by_dspark_speculators(read_json(folder / CONFIG_NAME))
+    config = folder / CONFIG_NAME
+    stated = stated_by_dspark_speculators(read_json(config), str(config))
     return assemble(stated, open_tensors(folder, TARGETS_OWN, NAME), target, force)
 
 
-def stated_by_dspark(raw: Mapping[str, Any]) -> Stated:
+def stated_by_dspark(raw: Mapping[str, Any], where: str) -> Stated:
     """What a decoded config.json of DeepSpec or SpecForge says; row 0 of a block predicts unless it denies that."""
     if raw.get("architectures") not in [[name] for name in ARCHITECTURES]:
         raise UnsupportedModelError(
-            f"{CONFIG_NAME}: architectures {shown(raw.get('architectures'))} is not implemented; this version knows "
+            f"{where}: architectures {shown(raw.get('architectures'))} is not implemented; this version knows "
             f"{', '.join(ARCHITECTURES)}"
         )
     nested = raw.get("dflash_config")
     nested = nested if isinstance(nested, Mapping) else {}
-    inner = Keys({key: nested[key] for key in nested if key in _TAKEN}, {}, f"{CONFIG_NAME}: dflash_config")
-    top = Keys({key: raw[key] for key in raw if key in _TAKEN}, {}, CONFIG_NAME)
+    inner = Keys({key: nested[key] for key in nested if key in _TAKEN}, {}, f"{where}: dflash_config")
+    top = Keys({key: raw[key] for key in raw if key in _TAKEN}, {}, where)
     projector = either(top, inner, "projector_type").get("projector_type")
     if projector not in (None, _KIND):
-        raise UnsupportedModelError(f"{CONFIG_NAME}: projector_type = {shown(projector)}, expected {_KIND!r}")
+        raise UnsupportedModelError(f"{where}: projector_type = {shown(projector)}, expected {_KIND!r}; {REMEDY}")
     markov = _markov(lambda key: either(top, inner, key))
     for keys in (top, inner):
         keys.refuse_unread(frozenset(_TRAINING), _ONLY)
@@ -83,17 +86,17 @@ def stated_by_dspark(raw: Mapping[str, Any]) -> Stated:
     plain["dflash_config"] = {key: value for key, value in nested.items() if key not in _TAKEN}
     if plain.get("sample_from_anchor") is None and nested.get("sample_from_anchor") is None:
         plain["sample_from_anchor"] = True
-    return replace(stated_by_hf({**plain, "architectures": [DFLASH]}), markov=markov)
+    return replace(stated_by_hf({**plain, "architectures": [DFLASH]}, where), markov=markov)
 
 
-def stated_by_dspark_speculators(raw: Mapping[str, Any]) -> Stated:
+def stated_by_dspark_speculators(raw: Mapping[str, Any], where: str) -> Stated:
     """What a decoded config.json of the speculators library says."""
-    own = Keys({key: raw[key] for key in raw if key in _OWN}, {"enable_confidence_head": True}, CONFIG_NAME)
+    own = Keys({key: raw[key] for key in raw if key in _OWN}, {"enable_confidence_head": True}, where)
     markov = _markov(lambda _: own)
     plain = {key: value for key, value in raw.items() if key not in (*_OWN, *_TRAINING)}
     if plain.get("sample_from_anchor") is None:
-        plain["sample_from_anchor"] = _anchor_predicts(Keys(raw, {}, CONFIG_NAME))
-    return replace(stated_by_speculators(plain, _KIND), markov=markov)
+        plain["sample_from_anchor"] = _anchor_predicts(Keys(raw, {}, where))
+    return replace(stated_by_speculators(plain, where, _KIND), markov=markov)
 
 
 def _markov(place: Callable[[str], Keys]) -> MarkovHead:

@@ -37,11 +37,6 @@ class OneRow:
     tensor: GgufTensor
 
     @property
-    def path(self) -> Path:
-        """The file it is in."""
-        return self.tensor.path
-
-    @property
     def shape(self) -> tuple[int, ...]:
         """Dimensions, outermost first."""
         return (1, *self.tensor.shape)
@@ -90,12 +85,14 @@ def _markov(file: GgufFile, heads: Mapping[str, LazyTensor]) -> MarkovHead:
     codes = heads.get(f"{MARKOV}.markov_w1.weight")
     if codes is None or len(codes.shape) != 2:
         raise CheckpointError(
-            f"{file.path} has no tensor markov_w1.weight of two dimensions, whose width is the head's rank"
+            f"{file.path} has no tensor markov_w1.weight of two dimensions, whose width is the head's rank; "
+            "convert the draft again"
         )
     confident = f"{CONFIDENCE}.weight" in heads
     said = file.metadata.get(_CONFIDENT)
     if said is not None and said is not confident:
         raise CheckpointError(
-            f"{file.path}: {_CONFIDENT} = {said}, but there is {'a' if confident else 'no'} tensor conf_proj.weight"
+            f"{file.path}: {_CONFIDENT} = {said}, but there is {'a' if confident else 'no'} tensor conf_proj.weight; "
+            "convert the draft again"
         )
     return MarkovHead(codes.shape[1], confident=confident, confidence_bias=f"{CONFIDENCE}.bias" in heads)

@@ -7,7 +7,7 @@ sigmoid(w [row, code] + b), of the code as it is.
 
 import numpy as np
 
-from ..layers import Scope, linear
+from ..layers import Scope, float32, linear
 from ..quantize import BLOCK
 from ..tensors import Projection
 from .base import CONFIDENCE, MARKOV, DraftConfig, MarkovHead
@@ -21,7 +21,7 @@ def markov_graph(config: DraftConfig, scope: Scope) -> None:
     weighed = _gated(scope, markov.rank, code) if markov.gated else code
     rows = config.draft_vocab_size or config.model.vocab_size
     bias = linear(scope, weighed, _projection("table", f"{MARKOV}.markov_w2", rows, markov.rank))
-    graph.output("bias", _float32(scope, bias))
+    graph.output("bias", float32(scope, bias))
     if markov.confident:
         graph.output("confidence", _confidence(scope, markov, code))
 
@@ -50,15 +50,15 @@ def _gated(scope: Scope, rank: int, code: str) -> str:
 def _confidence(scope: Scope, markov: MarkovHead, code: str) -> str:
     """[1]. One row of weights, so it is never quantised, and computed in float32."""
     graph, width = scope.graph, scope.config.hidden_size
-    features = _float32(scope, graph.input("hidden"))
+    features = float32(scope, graph.input("hidden"))
     if markov.confidence_reads_code:
         width += markov.rank
-        features = graph.op("Concat", [features, _float32(scope, code)], f"{CONFIDENCE}.input", {"axis": 1})
+        features = graph.op("Concat", [features, float32(scope, code)], f"{CONFIDENCE}.input", {"axis": 1})
     projection = _projection("table", CONFIDENCE, 1, width)
-    weight = _float32(scope, graph.stored(f"{CONFIDENCE}.weight", scope.tensors.dense(projection)))
+    weight = float32(scope, graph.stored(f"{CONFIDENCE}.weight", scope.tensors.dense(projection)))
     score = graph.op("MatMul", [features, weight], CONFIDENCE)  # [1,1]
     if markov.confidence_bias:
-        bias = _float32(scope, graph.stored(f"{CONFIDENCE}.bias", scope.tensors.bias(projection)))
+        bias = float32(scope, graph.stored(f"{CONFIDENCE}.bias", scope.tensors.bias(projection)))
         score = graph.op("Add", [score, bias], f"{CONFIDENCE}.sum")
     flat = graph.op("Squeeze", [score, graph.constant("axis.1", np.array([1], np.int64))], f"{CONFIDENCE}.flat")
     return graph.op("Sigmoid", [flat], f"{CONFIDENCE}.sigmoid")
@@ -66,9 +66,3 @@ def _confidence(scope: Scope, markov: MarkovHead, code: str) -> str:
 
 def _projection(part: str, name: str, rows: int, columns: int, bias: bool = False) -> Projection:
     return Projection(part, name, (name,), (rows,), columns, bias)
-
-
-def _float32(scope: Scope, value: str) -> str:
-    if scope.plan.dtype == "float32":
-        return value
-    return scope.graph.op("Cast", [value], f"{value}.float32", {"to": scope.graph.element_type("float32")})

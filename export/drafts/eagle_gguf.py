@@ -22,7 +22,7 @@ from ..gguf_source import map_tensors, read_integers, rope_factors
 from ..weights import TensorTable
 from .base import DraftCheckpoint
 from .eagle_hf import id_list
-from .eagle_rules import INPUT, EagleFacts, TapIds, TargetShape, check_tensors, eagle_config
+from .eagle_rules import INPUT, EagleFacts, TapIds, TargetShape, check_eagle_tensors, eagle_config
 from .eagle_vocabulary import check_vocabulary
 
 ARCHITECTURE = "eagle3"
@@ -47,7 +47,7 @@ def open_eagle_gguf(path: Path, target: TargetShape, convention: str | None = No
     tensors.pop("d2t", None)
     facts = _facts(file, as_llama, _layer(as_llama, target))
     config = eagle_config(facts, tensors, target, convention)
-    check_tensors(config, tensors, str(path))
+    check_eagle_tensors(config, tensors, path)
     return DraftCheckpoint(
         name=path.name,
         revision=None,
@@ -64,10 +64,13 @@ def _facts(file: GgufFile, as_llama: GgufFile, model: ModelConfig) -> EagleFacts
     stated = [ids for ids in (id_list(keys, "extract_layers"), id_list(keys, "target_layers")) if ids is not None]
     if len(set(stated)) > 1:
         raise CheckpointError(
-            f"{keys.where}.extract_layers is {list(stated[0])}, but target_layers is {list(stated[1])}"
+            f"{keys.where}.extract_layers is {list(stated[0])}, but target_layers is {list(stated[1])}; "
+            "convert the draft again"
         )
     if model.layers > 1:
-        raise UnsupportedModelError(f"{keys.where}.block_count is {model.layers}, an EAGLE-3 draft has one block")
+        raise UnsupportedModelError(
+            f"{keys.where}.block_count is {model.layers}, an EAGLE-3 draft has one block; convert it again"
+        )
     normed = any(place.name.startswith("fc_norm.") for place in file.tensors)
     return EagleFacts(
         where=keys.where,

@@ -13,11 +13,10 @@ from oxidize.runtime.contracts import draft_contract, fuse_contract
 
 from ..layers import Scope, Stream, attention, attention_qk_norm, gated_mlp, residual_norm, rms_norm
 from ..models import decoder_layer
-from ..tensors import Projection
 from .base import DraftConfig, DraftGraph
 from .ends import own_ends
+from .taps import joined_taps
 
-_FC_BITS = 8  # of the fuse at precision int4: it is small, and all that the draft knows of the target
 _HALF_MAX = 65504.0
 
 
@@ -39,8 +38,11 @@ def _fuse(config: DraftConfig, scope: Scope) -> None:
         features = rms_norm(scope, features, "input_norm", config.feature_size)
     if config.flags["fc_norm"]:
         features = _normed_taps(config, scope, features)
-    names = Projection("fc", "fc", ("fc",), (config.model.hidden_size,), config.feature_size)
-    graph.output("fused", _fc(scope, features, names))
+    fused = joined_taps(scope, features, config.feature_size)
+    if scope.plan.dtype == "float16":
+        fused = _clipped(scope, fused, "float32", "fc.clip")
+        fused = graph.op("Cast", [fused], "fc.cast", {"to": graph.element_type("float16")})
+    graph.output("fused", fused)
 
 
 def _normed_taps(config: DraftConfig, scope: Scope, features: str) -> str:
@@ -51,22 +53,6 @@ def _normed_taps(config: DraftConfig, scope: Scope, features: str) -> str:
     taps = scope.graph.ops("Split", [features, sizes], "taps", parts, {"axis": -1})
     normed = [rms_norm(scope, tap, f"fc_norm.{index}", width) for index, tap in enumerate(taps)]
     return scope.graph.op("Concat", normed, "taps.normed", {"axis": -1})
-
-
-def _fc(scope: Scope, features: str, projection: Projection) -> str:
-    """The product, in float32 always: the sum over thousands of large taps passes float16's range on its way."""
-    graph, name = scope.graph, projection.key
-    if scope.plan.dtype == "float32" and scope.plan.precision == "int4":
-        blocks = scope.tensors.blocks(projection, _FC_BITS, scope.plan.zero_points)
-        return scope.profile.matmul_blocks(graph, features, blocks, None, name)
-    weight = graph.stored(f"{name}.weight", scope.tensors.dense(projection))
-    if scope.plan.dtype == "float32":
-        return graph.op("MatMul", [features, weight], name)
-    wide = {"to": graph.element_type("float32")}
-    terms = [graph.op("Cast", [value], f"{name}.{part}32", wide) for part, value in (("x", features), ("w", weight))]
-    product = graph.op("MatMul", terms, f"{name}.matmul")
-    product = _clipped(scope, product, "float32", f"{name}.clip")
-    return graph.op("Cast", [product], name, {"to": graph.element_type("float16")})
 
 
 def _draft(config: DraftConfig, scope: Scope) -> None:
@@ -98,7 +84,7 @@ def _first_layer(config: DraftConfig, scope: Scope) -> Stream:
 
 
 def _bounded(scope: Scope, stream: Stream, name: str) -> Stream:
-    """The stream; at float16 as one value no larger than its largest number, which what `_fc` gives may be already."""
+    """The stream; at float16 as one value no larger than its largest number, which what fc gives may be already."""
     if scope.plan.dtype == "float32" or stream.delta is None:
         return stream
     total = scope.graph.op("Add", [stream.base, stream.delta], f"{name}.sum")

@@ -6,16 +6,20 @@ compare it with the tensors and the target, and nothing that contradicts is gues
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
+from pathlib import Path
 from typing import Protocol
 
-from oxidize.runtime.errors import CheckpointError, UnsupportedModelError, UsageError
+from oxidize.runtime.errors import CheckpointError, UsageError
 
 from ..config import ModelConfig
 from ..weights import LazyTensor
 from .base import DraftConfig, layer_shapes
+from .strict import OTHER_DRAFT, REMEDY, check_tensors, tensor_label
 
 INPUT, OUTPUT = "input", "output"  # how tap ids count: the stream that enters layer i, or the one that leaves it
+_FC, _HEAD = "fc.weight", "lm_head.weight"
 FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 Tensors = Mapping[str, LazyTensor]  # by canonical name
 
@@ -78,13 +82,13 @@ def eagle_config(facts: EagleFacts, tensors: Tensors, target: TargetShape, conve
     if model.vocab_size != target.vocab_size:
         raise UsageError(
             f"{facts.where}: the draft is for a vocabulary of {model.vocab_size}, the target has {target.vocab_size}; "
-            "use the draft of this very target"
+            f"{OTHER_DRAFT}"
         )
     own_embedding = "model.embed_tokens.weight" in tensors
     if not own_embedding and model.hidden_size != target.hidden_size:
         raise UsageError(
             f"{facts.where}: the draft has hidden size {model.hidden_size} and no embed_tokens, and the target's "
-            f"embeddings have {target.hidden_size}; use a draft of this very target"
+            f"embeddings have {target.hidden_size}; {OTHER_DRAFT}"
         )
     return DraftConfig(
         kind="eagle3",
@@ -98,33 +102,17 @@ def eagle_config(facts: EagleFacts, tensors: Tensors, target: TargetShape, conve
     )
 
 
-def check_tensors(config: DraftConfig, tensors: Tensors, where: str) -> None:
+def check_eagle_tensors(config: DraftConfig, tensors: Tensors, where: Path) -> None:
     """Refuse a missing, an extra or a wrongly shaped tensor, by file, name and shapes."""
-    expected = eagle_shapes(config)
-    for name, shape in expected.items():
-        found = tensors.get(name)
-        if found is None:
-            raise CheckpointError(
-                f"{where} has no tensor {_likely_name(name, tensors)} {list(shape)}; the checkpoint is incomplete"
-            )
-        if found.shape != shape:
-            raise CheckpointError(
-                f"{_label(found, name, where)} has shape {list(found.shape)}, the config asks for {list(shape)}; "
-                "config and weights are not of the same draft"
-            )
-    for name, found in tensors.items():
-        if name not in expected:
-            raise UnsupportedModelError(
-                f"{_label(found, name, where)} {list(found.shape)} is not one of an EAGLE-3 draft with this config; "
-                "it may change the maths, so no draft is made from the rest"
-            )
+    called = partial(_likely_name, tensors=tensors)
+    check_tensors(where, tensors, eagle_shapes(config), "an EAGLE-3 draft", called=called)
 
 
 def eagle_shapes(config: DraftConfig) -> dict[str, tuple[int, ...]]:
     """The canonical names and shapes of every tensor the draft must have."""
     model = config.model
     hidden, features = model.hidden_size, config.feature_size
-    shapes: dict[str, tuple[int, ...]] = {"fc.weight": (hidden, features), "model.norm.weight": (hidden,)}
+    shapes: dict[str, tuple[int, ...]] = {_FC: (hidden, features), "model.norm.weight": (hidden,)}
     if config.flags["norm_before_fc"]:
         shapes["input_norm.weight"] = (features,)
     if config.flags["fc_norm"]:
@@ -132,7 +120,7 @@ def eagle_shapes(config: DraftConfig) -> dict[str, tuple[int, ...]]:
     for layer in range(model.layers):
         shapes |= {f"model.layers.{layer}.{name}": shape for name, shape in _layer_shapes(model, layer == 0).items()}
     if config.draft_vocab_size is not None:
-        shapes["lm_head.weight"] = (config.draft_vocab_size, hidden)
+        shapes[_HEAD] = (config.draft_vocab_size, hidden)
     if config.own_embedding:
         shapes["model.embed_tokens.weight"] = (model.vocab_size, hidden)
     return shapes
@@ -143,12 +131,6 @@ def _layer_shapes(model: ModelConfig, first: bool) -> dict[str, tuple[int, ...]]
     if not first:
         return layer_shapes(model)
     return layer_shapes(model, 2 * model.hidden_size) | {"hidden_norm.weight": (model.hidden_size,)}
-
-
-def _label(found: LazyTensor, name: str, where: str) -> str:
-    """File and tensor, by the name it has there."""
-    place = getattr(found, "place", found)
-    return f"{getattr(found, 'path', where)}: tensor {getattr(place, 'name', name)}"
 
 
 def _likely_name(name: str, tensors: Tensors) -> str:
@@ -169,42 +151,44 @@ def _resolve(stated: TapIds, target: TargetShape, convention: str | None, where:
         lowest = 1 if counted == INPUT else 0
         raise UsageError(
             f"{named} are not all among {lowest} to {target.layers - 1 + lowest}, as a target of {target.layers} "
-            "layers has them; use a draft of this very target, or another tap convention"
+            f"layers has them; {OTHER_DRAFT}, or another tap convention"
         )
     if not taps or any(left >= right for left, right in pairwise(taps)):
-        raise UsageError(f"{named} do not ascend; a target of {target.layers} layers cannot give them in this order")
+        raise UsageError(
+            f"{named} do not ascend; a target of {target.layers} layers cannot give them in this order, {REMEDY}"
+        )
     return taps, f"{counted} of layer i, ids {' '.join(map(str, stated.ids))} ({reason})"
 
 
 def _tap_width(facts: EagleFacts, tensors: Tensors, taps: int, target: TargetShape) -> int:
-    """Width of one tap, from the columns of fc."""
-    if "fc.weight" not in tensors:
-        raise CheckpointError(f"{facts.where}: there is no tensor fc.weight; this is not a complete EAGLE-3 draft")
-    columns = tensors["fc.weight"].shape[-1]
-    if columns != taps * target.hidden_size:
-        raise UsageError(
-            f"{facts.where}: fc.weight reads {columns} columns, {taps} taps of this target have "
-            f"{taps} x {target.hidden_size} = {taps * target.hidden_size}; use a draft of this very target"
-        )
+    """Width of one tap, which is the target's; whatever else fc has too many or too few of is said with its shape."""
     if facts.target_hidden_size not in (None, target.hidden_size):
         raise UsageError(
-            f"{facts.where}: target_hidden_size is {facts.target_hidden_size}, the target has {target.hidden_size}"
+            f"{facts.where}: target_hidden_size is {facts.target_hidden_size}, the target has {target.hidden_size}; "
+            f"{OTHER_DRAFT}"
+        )
+    fc, columns = tensors.get(_FC), taps * target.hidden_size
+    if fc is not None and len(fc.shape) == 2 and fc.shape[1] != columns:
+        raise UsageError(
+            f"{tensor_label(fc, _FC, facts.where)} has shape {list(fc.shape)}, expected "
+            f"{[facts.model.hidden_size, columns]}: {taps} taps of this target have {taps} x {target.hidden_size} "
+            f"columns; {OTHER_DRAFT}, or correct its tap ids"
         )
     return target.hidden_size
 
 
 def _head_rows(facts: EagleFacts, tensors: Tensors, target: TargetShape) -> int | None:
     """Rows of the draft's own head; None where the target's head scores its hidden states."""
-    if "lm_head.weight" in tensors:
-        rows = tensors["lm_head.weight"].shape[0]
-        stated = facts.draft_vocab_size
+    head, stated = tensors.get(_HEAD), facts.draft_vocab_size
+    if head is not None:
+        rows = head.shape[0] if len(head.shape) == 2 else stated or target.vocab_size
         if stated is not None and stated != rows:
-            raise CheckpointError(f"{facts.where}: draft_vocab_size is {stated}, but lm_head.weight has {rows} rows")
+            raise CheckpointError(f"{facts.where}: draft_vocab_size is {stated}, but {_HEAD} has {rows} rows; {REMEDY}")
         return rows
-    if facts.draft_vocab_size not in (None, target.vocab_size) or facts.model.hidden_size != target.hidden_size:
+    rows, width = stated or target.vocab_size, facts.model.hidden_size
+    if (rows, width) != (target.vocab_size, target.hidden_size):
         raise CheckpointError(
-            f"{facts.where}: there is no lm_head.weight, and the target's head ({target.vocab_size} ids of width "
-            f"{target.hidden_size}) cannot score a draft of {facts.draft_vocab_size or target.vocab_size} ids of width "
-            f"{facts.model.hidden_size}; the checkpoint is incomplete"
+            f"{facts.where}: there is no tensor {_HEAD}, expected shape {[rows, width]}, and the target's head "
+            f"{[target.vocab_size, target.hidden_size]} cannot stand in; the checkpoint is incomplete, fetch it again"
         )
     return None

@@ -15,8 +15,10 @@ from ..config_tables import HARMLESS
 from .base import DraftCheckpoint
 from .eagle_hf import assemble, id_list, layer_model
 from .eagle_rules import FLAGS, INPUT, EagleFacts, TapIds, TargetShape
+from .strict import REMEDY
 
 _KIND, _IDS = "speculators_model_type", "eagle_aux_hidden_state_layer_ids"
+_LAYER = "transformer_layer_config"
 _DESCRIPTIVE = HARMLESS | {
     "auto_map",
     "embed_requires_grad",
@@ -33,21 +35,22 @@ def is_eagle_speculators(raw: Mapping[str, Any]) -> bool:
 
 def open_eagle_speculators(folder: Path, target: TargetShape, convention: str | None = None) -> DraftCheckpoint:
     """Open a draft's folder, for this target. Parameters and errors as for `open_eagle_hf`."""
-    return assemble(folder, _facts(read_json(folder / CONFIG_NAME)), target, convention)
+    config = folder / CONFIG_NAME
+    return assemble(folder, _facts(read_json(config), str(config)), target, convention)
 
 
-def _facts(raw: Mapping[str, Any]) -> EagleFacts:
-    keys = Keys(raw, {}, CONFIG_NAME)
+def _facts(raw: Mapping[str, Any], where: str) -> EagleFacts:
+    keys = Keys(raw, {}, where)
     kind = keys.get(_KIND)
     if kind != "eagle3":
         raise UnsupportedModelError(
-            f"{CONFIG_NAME}: {_KIND} {kind!r} is not implemented; of the EAGLE drafts this version knows eagle3 alone"
+            f"{where}: {_KIND} {kind!r} is not implemented; of the EAGLE drafts this version knows eagle3 alone"
         )
     _check_algorithm(keys)
     ids = id_list(keys, _IDS)
     facts = EagleFacts(
-        where=CONFIG_NAME,
-        model=layer_model(keys.mapping("transformer_layer_config")),
+        where=where,
+        model=layer_model(keys.mapping(_LAYER), f"{where}: {_LAYER}"),
         taps=TapIds(ids, INPUT, "speculators counts hidden_states") if ids else None,
         draft_vocab_size=keys.optional_integer("draft_vocab_size"),
         target_hidden_size=keys.optional_integer("target_hidden_size"),
@@ -55,7 +58,7 @@ def _facts(raw: Mapping[str, Any]) -> EagleFacts:
     )
     if keys.get("norm_before_residual") is None:
         raise CheckpointError(
-            f"{CONFIG_NAME}: norm_before_residual is missing, and vLLM and speculators assume opposite values; "
+            f"{where}: norm_before_residual is missing, and vLLM and speculators assume opposite values; "
             "add the one the draft was trained with"
         )
     keys.refuse_unread(_DESCRIPTIVE, only={"tie_word_embeddings": False})
@@ -66,4 +69,6 @@ def _check_algorithm(keys: Keys) -> None:
     """speculators_config may name the algorithm once more; how many tokens it proposes is not a fact of the draft."""
     stated = keys.mapping("speculators_config").get("algorithm")
     if stated not in (None, "eagle3"):
-        raise CheckpointError(f"{keys.where}: {_KIND} is 'eagle3', but speculators_config.algorithm is {stated!r}")
+        raise CheckpointError(
+            f"{keys.where}: {_KIND} is 'eagle3', but speculators_config.algorithm is {stated!r}; {REMEDY}"
+        )

@@ -5,6 +5,7 @@ import numpy as np
 from oxidize.runtime.errors import CheckpointError
 
 from .base import DraftConfig
+from .strict import OTHER_DRAFT, REMEDY
 
 
 def absolute_ids(offsets: np.ndarray) -> np.ndarray:
@@ -21,14 +22,18 @@ def check_vocabulary(
     """
     rows, vocabulary = config.draft_vocab_size, config.model.vocab_size
     if mask is not None and mask.shape != (vocabulary,):
-        raise CheckpointError(f"{where}: t2d has shape {list(mask.shape)}, the target has {vocabulary} ids")
+        raise CheckpointError(f"{where}: t2d has shape {list(mask.shape)}, expected [{vocabulary}]; {OTHER_DRAFT}")
     if rows is None:
         if ids is not None and not _identical(ids, vocabulary):
-            raise CheckpointError(f"{where}: there is a d2t of {len(ids)} ids but no lm_head.weight they belong to")
+            raise CheckpointError(
+                f"{where}: there is a d2t of {len(ids)} ids but no lm_head.weight they belong to; fetch the draft again"
+            )
         return None
     if ids is None:
         if rows != vocabulary:
-            raise CheckpointError(f"{where}: the head scores {rows} of {vocabulary} ids, and no d2t says which")
+            raise CheckpointError(
+                f"{where}: the head scores {rows} of {vocabulary} ids, and no d2t says which; fetch the draft again"
+            )
         return None
     _check_ids(ids, rows, vocabulary, where)
     if mask is not None:
@@ -38,17 +43,21 @@ def check_vocabulary(
 
 def _check_ids(ids: np.ndarray, rows: int, vocabulary: int, where: str) -> None:
     if ids.shape != (rows,):
-        raise CheckpointError(f"{where}: d2t has shape {list(ids.shape)}, lm_head.weight has {rows} rows")
+        raise CheckpointError(
+            f"{where}: d2t has shape {list(ids.shape)}, expected [{rows}], the rows of lm_head.weight; {REMEDY}"
+        )
     outside = np.flatnonzero((ids < 0) | (ids >= vocabulary))
     if len(outside):
         first = int(outside[0])
         raise CheckpointError(
             f"{where}: d2t sends draft id {first} to {int(ids[first])}, the target has the ids 0 to {vocabulary - 1}; "
-            "use a draft of this very target"
+            f"{OTHER_DRAFT}"
         )
     distinct = len(np.unique(ids))
     if distinct != rows:
-        raise CheckpointError(f"{where}: d2t sends {rows} draft ids to {distinct} target ids; the file is damaged")
+        raise CheckpointError(
+            f"{where}: d2t sends {rows} draft ids to {distinct} target ids; the file is damaged, fetch the draft again"
+        )
 
 
 def _check_mask(ids: np.ndarray, mask: np.ndarray, where: str) -> None:
@@ -57,7 +66,8 @@ def _check_mask(ids: np.ndarray, mask: np.ndarray, where: str) -> None:
     differing = int((reached != mask).sum())
     if differing:
         raise CheckpointError(
-            f"{where}: t2d and d2t disagree on {differing} of {len(mask)} target ids; the file is damaged"
+            f"{where}: t2d and d2t disagree on {differing} of {len(mask)} target ids; the file is damaged, fetch the "
+            "draft again"
         )
 
 

@@ -23,13 +23,13 @@ from .medusa_tensors import (
     VLLM,
     WEIGHTS_NAME,
     OpenedHeads,
-    check_tensors,
     heads_names,
     open_heads,
     output_name,
     pickles_of,
 )
 from .medusa_vocabulary import TOKEN_MAP, PickedRows, target_ids
+from .strict import REMEDY, check_tensors
 
 _VERSION = "2"  # of heads that the target's lm_head scores
 _SAID, _UPLOADED = 2, 5  # the reference's uploads have 5 heads and say 2: its own code corrects them, so we do
@@ -66,13 +66,15 @@ def read_medusa(folder: Path, target: ModelConfig) -> DraftCheckpoint:
     Raises UnsupportedModelError for pickles and for maths that is not implemented, CheckpointError where the heads
     contradict themselves, UsageError where they do not fit the target.
     """
-    opened, stated = open_heads(folder), _stated(read_json(folder / CONFIG_NAME))
+    opened, config_file = open_heads(folder), folder / CONFIG_NAME
+    stated = _stated(read_json(config_file), str(config_file))
     table = opened.tensors.pop(TOKEN_MAP, None)
     heads = _count_heads(opened, stated)
     rows = _check_fit(opened, stated, heads, target)
     ids = target_ids(table, stated.truncated, target.vocab_size, opened.where)
     names = heads_names(opened, heads, target.hidden_size, rows)
-    check_tensors(opened, {stored: shape for stored, (_, shape) in names.items()})
+    shapes = {stored: shape for stored, (_, shape) in names.items()}
+    check_tensors(opened.where, opened.tensors, shapes, "Medusa heads")
     tensors = {ours: opened.tensors[stored] for stored, (ours, _) in names.items()}
     if ids is not None and rows == target.vocab_size:
         tensors = {ours: PickedRows(each, ids) if "lm_head" in ours else each for ours, each in tensors.items()}
@@ -86,22 +88,22 @@ def read_medusa(folder: Path, target: ModelConfig) -> DraftCheckpoint:
         draft_vocab_size=rows if ids is None else len(ids),
         heads=heads,
     )
-    files = (folder / CONFIG_NAME, *opened.files)
+    files = (config_file, *opened.files)
     return DraftCheckpoint(folder.resolve().name, None, config, TensorTable(opened.where, tensors), files, ids)
 
 
-def _stated(raw: Mapping[str, Any]) -> _Stated:
-    keys = Keys(raw, {}, CONFIG_NAME)
+def _stated(raw: Mapping[str, Any], where: str) -> _Stated:
+    keys = Keys(raw, {}, where)
     architectures = keys.texts("architectures")
     if architectures not in (None, (), ("MedusaModel",)):
         raise UnsupportedModelError(
-            f"{CONFIG_NAME}: architectures {list(architectures)} with Medusa heads are not implemented; this version "
+            f"{where}: architectures {list(architectures)} with Medusa heads are not implemented; this version "
             "reads heads that stand alone, with architectures ['MedusaModel'] or none"
         )
     version = keys.get("version")
     if version not in (None, _VERSION):
         raise UnsupportedModelError(
-            f"{CONFIG_NAME}: version {version!r} of Medusa heads is not implemented; this version knows {_VERSION!r}"
+            f"{where}: version {version!r} of Medusa heads is not implemented; this version knows {_VERSION!r}"
         )
     stated = _Stated(
         heads=_either(keys, "medusa_num_heads", "num_heads"),
@@ -121,7 +123,8 @@ def _either(keys: Keys, *names: str) -> int | None:
     """A number that may have either name, or both if they agree."""
     stated = {name: number for name in names if (number := keys.optional_integer(name)) is not None}
     if len(set(stated.values())) > 1:
-        raise CheckpointError(f"{keys.where}: {' and '.join(f'{name} {stated[name]}' for name in stated)} disagree")
+        words = " and ".join(f"{name} {stated[name]}" for name in stated)
+        raise CheckpointError(f"{keys.where}: {words} disagree; {REMEDY}")
     return next(iter(stated.values()), None)
 
 
@@ -140,7 +143,7 @@ def _count_heads(opened: OpenedHeads, stated: _Stated) -> MedusaHeads:
     if not vllm and (stated.one_output or (stated.version == _VERSION and outputs)):
         raise CheckpointError(
             f"{opened.where}: the config says that the heads share an lm_head, but there are {len(outputs)} of their "
-            "own; config and weights are not of the same heads"
+            "own; {REMEDY}"
         )
     if output == "target" and layers != 1:
         raise UnsupportedModelError(
@@ -155,10 +158,7 @@ def _count_heads(opened: OpenedHeads, stated: _Stated) -> MedusaHeads:
 
 def _check_count(opened: OpenedHeads, what: str, said: int | None, found: int) -> None:
     if said not in (None, found):
-        raise CheckpointError(
-            f"{opened.where}: the config says {said} {what}, the tensors are of {found}; config and weights are not of "
-            "the same heads"
-        )
+        raise CheckpointError(f"{opened.where}: the config says {said} {what}, the tensors are of {found}; {REMEDY}")
 
 
 def _check_fit(opened: OpenedHeads, stated: _Stated, heads: MedusaHeads, target: ModelConfig) -> int | None:
@@ -166,10 +166,21 @@ def _check_fit(opened: OpenedHeads, stated: _Stated, heads: MedusaHeads, target:
     output = output_name(opened, heads, 0)
     first = f"{opened.layout.block.format(h=0, l=0)}.weight" if heads.layers else output
     rows = None if heads.output == "target" else _size(opened, output, 0, target.vocab_size)
-    whole = rows if rows != stated.truncated else None
+    whole = rows if stated.truncated is None else None
+    _check_truncated(opened, stated, rows, target.vocab_size)
     _check_size(opened, "hidden size", stated.hidden_size, _size(opened, first, 1, None), target.hidden_size)
     _check_size(opened, "vocabulary", stated.vocab_size, whole, target.vocab_size)
     return rows
+
+
+def _check_truncated(opened: OpenedHeads, stated: _Stated, rows: int | None, vocabulary: int) -> None:
+    """A truncated vocabulary has matrices of its own, or the loader takes its rows out of whole ones."""
+    whole = stated.vocab_size or vocabulary
+    if None not in (rows, stated.truncated) and rows not in (stated.truncated, whole):
+        raise CheckpointError(
+            f"{opened.where}: the config says truncated_vocab_size {stated.truncated} of a vocabulary of {whole}, the "
+            f"output matrices have {rows} rows, which is neither; {REMEDY}"
+        )
 
 
 def _size(opened: OpenedHeads, name: str, axis: int, default: int | None) -> int | None:
@@ -180,10 +191,7 @@ def _size(opened: OpenedHeads, name: str, axis: int, default: int | None) -> int
 
 def _check_size(opened: OpenedHeads, what: str, said: int | None, found: int | None, theirs: int) -> None:
     if None not in (said, found) and said != found:
-        raise CheckpointError(
-            f"{opened.where}: the config says a {what} of {said}, the tensors have {found}; config and weights are not "
-            "of the same heads"
-        )
+        raise CheckpointError(f"{opened.where}: the config says a {what} of {said}, the tensors have {found}; {REMEDY}")
     for ours in (found, said):
         if ours not in (None, theirs):
             raise UsageError(

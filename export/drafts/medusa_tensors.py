@@ -8,7 +8,7 @@ with their block, and the target's lm_head scores it. vLLM's names, in `model.sa
 """
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -75,7 +75,9 @@ def open_heads(folder: Path) -> OpenedHeads:
         found = read_safetensors(folder)
     tensors = {name.removeprefix(_PREFIX): tensor for name, tensor in found.items()}
     if len(tensors) < len(found):
-        raise CheckpointError(f"{where}: tensors occur with and without {_PREFIX!r}; the file mixes two checkpoints")
+        raise CheckpointError(
+            f"{where}: tensors occur with and without {_PREFIX!r}; the file mixes two checkpoints, fetch them again"
+        )
     vllm = any(name.startswith(("blocks.", "lm_heads.")) for name in tensors)
     return OpenedHeads(where, files, tensors, VLLM if vllm else REFERENCE)
 
@@ -119,22 +121,3 @@ def heads_names(
     if heads.output == "one" and rows is not None:
         names[output_name(opened, heads, 0)] = ("lm_head.weight", (rows, hidden))
     return names
-
-
-def check_tensors(opened: OpenedHeads, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Exactly these tensors, each of its shape."""
-    for name, shape in shapes.items():
-        found = opened.tensors.get(name)
-        if found is None:
-            raise CheckpointError(f"{opened.where} has no tensor {name}, expected {list(shape)}; it is incomplete")
-        if found.shape != shape:
-            raise CheckpointError(
-                f"{found.path}: tensor {name} has shape {list(found.shape)}, expected {list(shape)}; config and "
-                "weights are not of the same heads"
-            )
-    for name, tensor in opened.tensors.items():
-        if name not in shapes:
-            raise UnsupportedModelError(
-                f"{tensor.path}: tensor {name} {list(tensor.shape)} is not part of Medusa heads as the config "
-                "describes them; this version does not know what it is for"
-            )

@@ -8,6 +8,7 @@ from oxidize.runtime.errors import CheckpointError
 
 from ..safetensors_source import SafetensorsTensor
 from ..weights import BlockQuantized, LazyTensor
+from .strict import REMEDY
 
 TOKEN_MAP = "token_map"
 _INTEGERS = {"I64": "<i8", "I32": "<i4"}
@@ -46,20 +47,21 @@ def target_ids(
         if stored is not None:
             raise CheckpointError(
                 f"{where}: there is a {TOKEN_MAP} {list(stored.shape)}, but truncated_vocab_size is {truncated} of "
-                f"{vocabulary}; the config is not of these heads"
+                f"{vocabulary}; {REMEDY}"
             )
         return None
     if stored is None or stored.shape != (truncated,) or stored.dtype not in _INTEGERS:
         found = f"{stored.dtype} {list(stored.shape)}" if stored is not None else "none"
         raise CheckpointError(
             f"{where}: truncated_vocab_size {truncated} of {vocabulary} asks for integers {TOKEN_MAP} [{truncated}], "
-            f"found {found}; the config is not of these heads"
+            f"found {found}; {REMEDY}"
         )
     ids = np.concatenate([np.empty(0, np.int64), *(piece for _, piece in stored.pieces(_INTEGERS[stored.dtype]))])
     distinct = len(np.unique(ids))
     if ids.min() < 0 or ids.max() >= vocabulary or distinct < len(ids):
         raise CheckpointError(
             f"{where}: {TOKEN_MAP} names {distinct} different tokens from {ids.min()} to {ids.max()}, expected "
-            f"{len(ids)} from 0 to {vocabulary - 1}; the file is damaged, or of another target"
+            f"{len(ids)} from 0 to {vocabulary - 1}; the file is damaged, or of another target: fetch the "
+            "heads of this very target"
         )
     return ids.astype(np.int64)

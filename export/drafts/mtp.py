@@ -14,6 +14,7 @@ where they differ from the target's.
 import hashlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from oxidize.runtime.errors import CheckpointError, UnsupportedModelError
@@ -22,6 +23,7 @@ from ..config import ModelConfig
 from ..config_hf import CONFIG_NAME, FULL, read_json
 from ..source import Checkpoint
 from .base import DraftCheckpoint, DraftConfig, layer_shapes
+from .strict import check_tensors
 from .views import TensorView
 
 EMBEDDING, HEAD, NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
@@ -42,6 +44,13 @@ _UNSUPPORTED = {  # by parts of tensor names
     "q_a_proj": "latent attention (MLA)",
     "attn_kv_a": "latent attention (MLA)",
 }
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """What is known of a stored tensor before it is read."""
+
+    shape: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +180,7 @@ def _read_head(checkpoint: Checkpoint, layout: _Layout) -> DraftCheckpoint:
 
 def _check_kind(checkpoint: Checkpoint, own: Iterable[str]) -> None:
     """Refuse heads whose maths this version does not do."""
-    config, where = checkpoint.config, f"{checkpoint.name}: the MTP head"
+    config, where = checkpoint.config, f"{_weights_file(checkpoint)}: the MTP head"
     for name in own:
         for mark, kind in _UNSUPPORTED.items():
             if mark in name:
@@ -190,24 +199,36 @@ def _check_keys(checkpoint: Checkpoint, layout: _Layout, own: list[str]) -> None
         count = raw.get(key)
         if count is not None and (type(count) is not int or count < 1):
             raise CheckpointError(
-                f"{checkpoint.name}: {key} is {count!r} but there is an MTP head ({own[0]}); correct the key"
+                f"{_config_file(checkpoint)}: {key} is {count!r} but there is an MTP head ({own[0]}); correct the key"
             )
         if max(count or 1, layout.heads) > 1:
             raise _unsupported(
-                f"{checkpoint.name}: {max(count or 1, layout.heads)} MTP heads; this version reads one, not several"
+                f"{_config_file(checkpoint)}: {max(count or 1, layout.heads)} MTP heads; this version reads one, not "
+                "several"
             )
     dedicated = raw.get(_DEDICATED)
     if dedicated is not None and dedicated != (layout.stored(EMBEDDING) in own):
         has = "has none" if dedicated else f"has {layout.stored(EMBEDDING)}"
         raise CheckpointError(
-            f"{checkpoint.name}: {_DEDICATED} is {dedicated!r} but the MTP head {has}; correct the key"
+            f"{_config_file(checkpoint)}: {_DEDICATED} is {dedicated!r} but the MTP head {has}; correct the key"
         )
+
+
+def _config_file(checkpoint: Checkpoint) -> Path:
+    """Where the checkpoint's keys stand."""
+    return checkpoint.folder / CONFIG_NAME if checkpoint.folder is not None else checkpoint.files[0]
+
+
+def _weights_file(checkpoint: Checkpoint) -> Path | str:
+    """The file that holds the weights; the folder where there are several."""
+    found = [path for path in checkpoint.files if path.suffix in (".safetensors", ".gguf")]
+    return found[0] if len(found) == 1 else checkpoint.folder or checkpoint.name
 
 
 def _keys(checkpoint: Checkpoint) -> Mapping[str, Any]:
     """The checkpoint's keys, under Hugging Face's names."""
     if checkpoint.folder is not None:
-        return read_json(checkpoint.folder / CONFIG_NAME)
+        return read_json(_config_file(checkpoint))
     metadata = checkpoint.gguf_metadata or {}
     return {"num_nextn_predict_layers": metadata.get(f"{metadata.get('general.architecture')}.nextn_predict_layers")}
 
@@ -242,23 +263,11 @@ def _shapes(model: ModelConfig, gated: bool) -> dict[str, tuple[int, ...]]:
 def _check_tensors(
     checkpoint: Checkpoint, layout: _Layout, own: list[str], shapes: Mapping[str, tuple[int, ...]]
 ) -> None:
-    """All tensors of the head, no others, of these shapes."""
+    """All tensors of the head, no others, of these shapes; some may be the target's."""
     expected = {layout.stored(name): shape for name, shape in shapes.items()}
-    where, known = f"{checkpoint.name}: the MTP head", set(checkpoint.weights.names())
-    for name, shape in expected.items():
-        if name not in known:
-            raise CheckpointError(
-                f"{where} lacks tensor {name} of shape {list(shape)}; download it again, or leave it out (--no-mtp)"
-            )
-        found = checkpoint.weights.shape(name)
-        if found != shape:
-            raise CheckpointError(
-                f"{where}: tensor {name} has shape {list(found)}, the config asks for {list(shape)}; "
-                "config and weights are not of the same model"
-            )
-    extra = [name for name in own if name not in expected]
-    if extra:
-        raise _unsupported(f"{where} has {len(extra)} tensors this version does not use, such as {extra[0]}")
+    known = {name for name in checkpoint.weights.names() if name in expected}.union(own)
+    found = {name: _Found(checkpoint.weights.shape(name)) for name in sorted(known)}
+    check_tensors(_weights_file(checkpoint), found, expected, "an MTP head", ", or pass --no-mtp to export without it")
 
 
 def _is_the_targets(checkpoint: Checkpoint, name: str, stored: str, shape: tuple[int, int]) -> bool:

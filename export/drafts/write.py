@@ -6,9 +6,10 @@ from pathlib import Path
 
 import numpy as np
 
-from oxidize.runtime.manifest import DraftEntry, GraphEntry
+from oxidize.runtime.manifest import DraftEntry, GraphEntry, Provenance
 
 from ..plan import ExportPlan
+from ..provenance import provenance_of
 from ..tensors import Progress
 from .base import DraftCheckpoint, DraftConfig, DraftGraph, neural_facts, write_draft_graphs
 from .dflash_graph import dflash_graphs
@@ -45,7 +46,12 @@ def write_neural(source: NeuralSource, bundle: Path, folder: str, progress: Prog
         (bundle / d2t).write_bytes(source.draft.d2t.astype(np.dtype("<i8")).tobytes())
     placed = tuple(_placed(entry, folder) for entry in entries)
     facts = replace(neural_facts(config, plan, d2t), mismatch=source.draft.mismatch)
-    return DraftEntry(source.name, config.kind, folder, facts, placed)
+    return DraftEntry(source.name, config.kind, folder, facts, placed, _provenance(source.draft))
+
+
+def _provenance(draft: DraftCheckpoint) -> Provenance | None:
+    """Of the draft's own files; None where they are the target's."""
+    return provenance_of(draft.name, draft.revision, draft.files) if draft.files else None
 
 
 def _placed(entry: GraphEntry, folder: str) -> GraphEntry:

@@ -85,9 +85,10 @@ def row_picker(wanted: Sequence[int], tapped: Sequence[int]) -> Pick:
     runs = _runs(places)
 
     def pick(rows: PassRows) -> list[np.ndarray]:
-        assert rows.taps is not None
-        width = rows.taps.shape[1] // len(tapped)
-        return [rows.taps[:, first * width : end * width] for first, end in runs]
+        taps = rows.taps
+        assert taps is not None
+        width = taps.shape[1] // len(tapped)
+        return [taps[:, first * width : end * width] for first, end in runs]
 
     return pick
 

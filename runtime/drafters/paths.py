@@ -22,7 +22,11 @@ _CPU = Device("cpu")
 
 
 class PathReader:
-    """Walks from token to token through a block; tensors are made once, bindings once per number of rows."""
+    """Walks from token to token through a block; tensors are made once, bindings once per number of rows.
+
+    Logits are taken to the host and given back from there, on a device too: heads leave them on the host, where some
+    have to be spread over the target's ids first. A round's are k rows, a few megabytes at most.
+    """
 
     def __init__(self, head: Head, session: GraphSession, rows: int, token_count: int) -> None:
         """session: of role "select". rows: the most that are asked for. Ids from `token_count` on are padding."""

@@ -19,7 +19,7 @@ class PendingRows:
         self._width, self._dtype = width, dtype
         self._start = 0  # position of the first stored row
         self._first = self._count = 0  # of `_count` stored rows, the first `_first` were read
-        self.tensor = self._allocate(_FIRST_ROWS)  # [rows,F]
+        self.tensor, self._host = self._allocate(_FIRST_ROWS)  # [rows,F]
 
     def __len__(self) -> int:
         """Rows not read yet."""
@@ -41,16 +41,18 @@ class PendingRows:
         ValueError where rows wait that end elsewhere.
         """
         rows = len(parts[0])
-        if len(self) == 0:
+        if self._first == self._count:
             self._start, self._first, self._count = position, 0, 0
         elif position != self._start + self._count:
             raise ValueError(f"rows from {position} on do not follow those up to {self._start + self._count}")
-        self._make_room(rows)
-        host, column = self._host()[self._count : self._count + rows], 0
+        if self._count + rows > len(self._host):
+            self._make_room(rows)
+        end, column = self._count + rows, 0
         for part in parts:
-            _copy(part, host[:, column : column + part.shape[1]])
-            column += part.shape[1]
-        self._count += rows
+            width = part.shape[1]
+            self._host[self._count : end, column : column + width] = part
+            column += width
+        self._count = end
 
     def before(self, position: int) -> int:
         """How many of the rows not read yet stand before a position."""
@@ -73,27 +75,13 @@ class PendingRows:
         return True
 
     def _make_room(self, rows: int) -> None:
-        if self._count + rows <= self.tensor.shape[0]:
-            return
-        old, kept = self._host(), len(self)
-        if kept + rows > self.tensor.shape[0]:
-            self.tensor = self._allocate(1 << (kept + rows - 1).bit_length())
-        self._host()[:kept] = old[self._first : self._count]
+        old, kept = self._host, len(self)
+        if kept + rows > len(old):
+            self.tensor, self._host = self._allocate(1 << (kept + rows - 1).bit_length())
+        self._host[:kept] = old[self._first : self._count]
         self._start, self._first, self._count = self.position, 0, kept
 
-    def _allocate(self, rows: int) -> Tensor:
-        return Tensor((rows, self._width), self._dtype, Device("cpu"))
-
-    def _host(self) -> np.ndarray:
-        host = self.tensor.host
-        assert host is not None
-        return host
-
-
-def _copy(part: np.ndarray, place: np.ndarray) -> None:
-    """Copy numbers; what float16 cannot hold shows in the draft's output."""
-    if part.dtype == place.dtype:
-        place[...] = part
-        return
-    with np.errstate(over="ignore"):
-        place[...] = part
+    def _allocate(self, rows: int) -> tuple[Tensor, np.ndarray]:
+        tensor = Tensor((rows, self._width), self._dtype, Device("cpu"))
+        assert tensor.host is not None
+        return tensor, tensor.host

@@ -72,10 +72,11 @@ class RowReader(ABC):
             return
         self._void_from(start)
         parts = self._parts.pick(rows)
-        self.known = start + len(parts[0])
-        fitting = min(self.known, self._parts.max_positions) - start
+        count = len(parts[0])
+        self.known = start + count
+        fitting = min(count, self._parts.max_positions - start)
         if fitting > 0:
-            self._pending.append(start, [part[:fitting] for part in parts])
+            self._pending.append(start, parts if fitting == count else [part[:fitting] for part in parts])
         self._catch_up()
 
     def observe(self, committed: Sequence[int]) -> None:
@@ -100,6 +101,8 @@ class RowReader(ABC):
 
     def _void_from(self, position: int) -> None:
         """Rows at this position and behind it are no longer the text's."""
+        if position >= self.known and position >= self._passes.length:
+            return
         self._pending.drop_from(position)
         self._passes.rewind_to(position)
         self.known = min(self.known, position)

@@ -219,3 +219,24 @@ def test_names_cannot_steer_the_terminal() -> None:
 def test_lines_fit_a_terminal() -> None:
     lines = report(MACHINE, PROVIDERS, [diagnosis(FP32, draft=CostCurve(((1, 4.0),))), diagnosis(INT4)])
     assert max(map(len, lines)) <= 111
+
+
+def test_many_drafters_have_several_tables() -> None:
+    """Each in one of them, none wider than the text; a column too wide for any has one of its own."""
+    names = [f"drafter-number-{number}" for number in range(9)]
+    costs = {name: CostCurve(((1, 1.0 + number), (4, 2.0 + number))) for number, name in enumerate(names)}
+    wide = "n" * 120
+    for drafts in (costs, {**costs, wide: INT4}):
+        found = replace(diagnosis(INT4), calibration=replace(diagnosis(INT4).calibration, drafts=drafts))
+        lines = report(MACHINE, PROVIDERS, [found])
+        heads = [index for index, line in enumerate(lines) if line.split()[:1] == ["k"]]
+        columns = [cell for index in heads for cell in lines[index].split() if cell in found.drafts]
+        assert columns == list(found.drafts) and len(heads) > 2
+        for index in heads:
+            table = lines[index : index + 9]
+            assert table[0].split()[:5] == ["k", "verify", "ms", "plain", "steps"] and not lines[index - 1]
+            assert [row.split()[0] for row in table[1:]] == ["1", "2", "3", "4", "5", "7", "11", "15"]
+            assert len({len(row) for row in table}) == 1
+            assert len(table[0]) <= 100 or table[0].split()[5:] == [wide, "pays", "from"]
+    few = report(MACHINE, PROVIDERS, [diagnosis(INT4, one=INT4, two=INT4)])
+    assert sum(line.split()[:1] == ["k"] for line in few) == 1

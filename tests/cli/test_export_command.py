@@ -126,9 +126,13 @@ def test_a_gguf_draft_loses_its_suffix(oxidize, tmp_path: Path) -> None:
 
 
 def test_two_drafts_of_one_name(oxidize, checkpoint: Path, tmp_path: Path) -> None:
-    arguments = ["--draft-model", checkpoint, "--draft-model", checkpoint, "--dry-run"]
-    result = oxidize("export", checkpoint, "-o", tmp_path / "out", *arguments)
-    result.assert_error(2, "the draft name 'tiny' is taken", "rename")
+    drafts = [shutil.copytree(checkpoint, tmp_path / "source" / owner / "ngram") for owner in ("ours", "theirs")]
+    export = ("export", checkpoint, "-o", tmp_path / "out", "--dry-run")
+    oxidize(*export, "--draft-model", drafts[0]).assert_error(2, "the draft name 'ngram' is taken", "rename")
+    shutil.move(drafts[1], tmp_path / "source" / "ours-ngram")
+    arguments = [drafts[0], tmp_path / "source" / "ours-ngram", shutil.copytree(checkpoint, drafts[1])]
+    result = oxidize(*export, *(word for draft in arguments for word in ("--draft-model", draft)))
+    result.assert_error(2, "the draft name 'ours-ngram' is taken", "rename")
 
 
 def test_a_draft_with_another_vocabulary(oxidize, checkpoint: Path, tmp_path: Path) -> None:
@@ -137,7 +141,8 @@ def test_a_draft_with_another_vocabulary(oxidize, checkpoint: Path, tmp_path: Pa
     path.write_text(path.read_text().replace("<|im_end|>", "<|im_stop|>"))
     result = oxidize("export", checkpoint, "-o", tmp_path / "out", "--draft-model", draft)
     assert result.code == 2
-    assert result.err.splitlines()[-1].startswith("error: draft source has another vocabulary (300 tokens")
+    sizes = r"\(300 tokens, [0-9a-f]{8}\) than the target \(300 tokens, [0-9a-f]{8}\); "
+    assert re.match(f"error: draft source has another vocabulary {sizes}", result.err.splitlines()[-1])
     assert "weights" not in result.err, "refused before the long work"
     assert not _left(tmp_path)
 
@@ -161,6 +166,13 @@ def test_a_bundle_is_a_draft_model_as_it_is(oxidize, bundle, checkpoint: Path, t
     bundle.edit(lambda raw: raw["tokenizer"].update(vocab_sha256="0" * 64))
     result = oxidize("export", checkpoint, "-o", tmp_path / "other", "--draft-model", bundle, "--no-eval")
     assert result.code == 2 and "another vocabulary (300 tokens, 00000000)" in result.err
+    digest = load_manifest(tmp_path / "out").tokenizer.vocab_sha256
+    assert f"than the target (300 tokens, {digest[:8]}); a draft model needs the target's tokenizer" in result.err
+    add = ("export", tmp_path / "out", "--draft-model", shutil.copytree(bundle.folder, tmp_path / "source" / "wrong"))
+    for more in ([], ["--dry-run"]):
+        oxidize(*add, *more).assert_error(
+            2, f"draft wrong has another vocabulary (300 tokens, 00000000) than the target (300 tokens, {digest[:8]})"
+        )
     assert _left(tmp_path) == ["bundle", "out"]
 
 
@@ -210,7 +222,7 @@ def test_what_cannot_be_added(oxidize, bundle, checkpoint: Path, tmp_path: Path)
     add = ("export", bundle, "--draft-model")
     oxidize("export", bundle).assert_error(2, "is a bundle already", "--draft-model")
     oxidize(*add, checkpoint).assert_error(2, "already has a draft called 'tiny'", "rename")
-    oxidize(*add, draft, "--draft-model", draft).assert_error(2, "the draft name 'draft' is taken")
+    oxidize(*add, draft, "--draft-model", draft).assert_error(2, f"the draft {draft} is given twice")
     oxidize(*add, write_dflash(tmp_path / "source" / "dflash")).assert_error(2, "layers", "9", "2")
     oxidize(*add, tmp_path / "none").assert_error(1, "check the path")
     for option in (["--profile", "std"], ["--device", "cuda"], ["--revision", "main"]):
@@ -256,10 +268,6 @@ def test_damaged_bundles_are_not_extended(oxidize, bundle, checkpoint: Path) -> 
     oxidize("export", bundle, "--draft-model", checkpoint).assert_error(4, "schema_version")
 
 
-def test_a_checkpoint_needs_a_place(oxidize, checkpoint: Path) -> None:
-    oxidize("export", checkpoint).assert_error(2, "Missing option '-o' / '--out'", "oxidize export --help")
-
-
 KILLED = """
 import os, pathlib
 replace, left = pathlib.Path.replace, [POINT]
@@ -273,7 +281,9 @@ pathlib.Path.replace = killed
 
 
 @pytest.mark.parametrize("point", [1, 2])
-def test_a_killed_extension_leaves_the_old_bundle(oxidize, child, bundle, checkpoint: Path, point: int) -> None:
+def test_a_killed_extension_leaves_the_old_bundle(
+    oxidize, child, bundle, checkpoint: Path, tmp_path: Path, point: int
+) -> None:
     """Before the draft is moved in, and between that and the manifest."""
     before = (bundle.folder / "manifest.json").read_bytes()
     process = child(KILLED.replace("POINT", str(point)), "export", bundle, "--draft-model", checkpoint)
@@ -282,8 +292,12 @@ def test_a_killed_extension_leaves_the_old_bundle(oxidize, child, bundle, checkp
     assert (bundle.folder / "manifest.json").read_bytes() == before
     assert oxidize("inspect", bundle).code == 0
     assert (bundle.folder / "drafts/tiny").exists() == (point == 2)
+    assert (bundle.folder / f".manifest.json.partial-{process.pid}").is_dir()
     again = oxidize("export", bundle, "--draft-model", checkpoint)
     assert again.code == (2 if point == 2 else 0), again
+    other = shutil.copytree(checkpoint, tmp_path / "source" / "other")
+    assert oxidize("export", bundle, "--draft-model", other).code == 0
+    assert not [name for name in _left(bundle.folder) if "partial" in name]
 
 
 def _truncate(source: Path) -> None:

@@ -10,6 +10,7 @@ from draft_checkpoints_dflash import write_dflash
 
 LAYERS, DEEPER = 9, 12
 REASON = f"made for a target of {DEEPER} layers, this one has {LAYERS}"
+COUNTS = ("rounds", "draft_tokens", "accepted_draft_tokens")
 PROMPT = ("1 2 3 1 2 3 1 2", "--raw", "-n", "24")
 
 
@@ -52,5 +53,10 @@ def test_a_draft_made_for_another_target(bundle: Path, oxidize) -> None:
         f"first {counts['rounds']} rounds were kept"
     ) in forced.err
     assert answer["token_ids"] == json.loads(plain.out)["token_ids"]
+    assert answer["mismatch"] == {"misfit": {"reason": REASON, **{key: counts[key] for key in COUNTS}}}
+    assert "mismatch" not in {*json.loads(plain.out), *json.loads(left_out.out)}
+    idle = oxidize("run", bundle, *PROMPT, "--draft-model", "misfit", "--force-dflash", "--draft-tokens", "0", "--json")
+    assert f"draft misfit was {REASON}: it was not used in this answer\n" in idle.err
+    assert json.loads(idle.out)["mismatch"] == {"misfit": {"reason": REASON, **dict.fromkeys(COUNTS, 0)}}
     as_text = oxidize("run", bundle, *PROMPT, "--draft-model", "auto", "--force-dflash")
     assert "draft tokens of its first" in as_text.err

@@ -4,6 +4,7 @@ import json
 
 import numpy as np
 import pytest
+from neural_bundles import DRAFTS, write_neural_bundle
 
 from oxidize.cli import main
 from oxidize.cli.verify import PROMPTS
@@ -57,6 +58,26 @@ def test_std_bundles_are_measured_too(oxidize, tiny_bundle):
     result = oxidize("verify", tiny_bundle("llama2", "int4", ("std",)), *SHORT, "--json")
     assert result.code == 0
     assert len(json.loads(result.out)["checks"]) == len(CHECKS)
+
+
+def test_all_drafts_that_read_the_target_share_one(oxidize, tmp_path, monkeypatch):
+    """Beside the targets of default mode, exact mode and the batch, that is; without such a draft there is none."""
+    folder, opened = write_neural_bundle(tmp_path), []
+    original = Target.__init__
+
+    def count(self, bundle, *arguments, **options):
+        opened.append(bundle.folder)
+        original(self, bundle, *arguments, **options)
+
+    monkeypatch.setattr(Target, "__init__", count)
+    named = [word for name in DRAFTS for word in ("--draft-model", name)]
+    result = oxidize("verify", folder, "--tokens", "6", "--prompts", "2", "--threads", "1", "--json", *named)
+    assert result.code == 0
+    assert json.loads(result.out)["drafters"] == [*DRAFTS, "random"]
+    assert opened == [folder] * 4
+    opened.clear()
+    oxidize("verify", folder, "--tokens", "2", "--prompts", "1", "--threads", "1", "--draft-model", "ngram")
+    assert opened == [folder] * 3
 
 
 def test_logits_that_depend_on_the_width_under_the_floor_exit_3(oxidize, bundle, monkeypatch):

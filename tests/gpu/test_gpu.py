@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from draft_texts import KINDS, assert_texts_are_plain, open_target_and_drafts, write_bundle_of_all_kinds
 
 from oxidize.runtime.bundle import open_bundle
 from oxidize.runtime.decoder import SpeculativeConfig, SpeculativeDecoder
@@ -16,7 +17,7 @@ VARIANTS = ["llama3", "mistral_sliding", "qwen2", "qwen3", "gemma3"]
 TOLERANCE = {"fp32": 2e-3, "fp16": 5e-2}
 
 
-@pytest.fixture(params=["cuda", "tensorrt"])
+@pytest.fixture(scope="module", params=["cuda", "tensorrt"])
 def provider(request):
     try:
         return resolve_provider(request.param)
@@ -56,3 +57,16 @@ def test_speculative_text_equals_plain(tiny_bundle, provider, k):
             config = SpeculativeConfig(drafts, 32, min_acceptance_rate=0.0, adaptive=False)
             texts.append(SpeculativeDecoder(target, drafter, config).generate(prompt))
         assert texts[0] == texts[1]
+
+
+@pytest.fixture(scope="module")
+def bundle_of_all_kinds(tmp_path_factory):
+    return write_bundle_of_all_kinds(tmp_path_factory.mktemp("all"))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_texts_drafted_from_the_targets_rows_equal_plain_ones(provider, bundle_of_all_kinds, kind):
+    """Greedy and in strict mode; the same on the CPU is tests/loop/test_draft_texts.py."""
+    target, (drafter,) = open_target_and_drafts(bundle_of_all_kinds, provider, (kind,))
+    for k in (1, 5):
+        assert_texts_are_plain(target, drafter, k)

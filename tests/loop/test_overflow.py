@@ -1,7 +1,6 @@
 """One pass that overflowed must not outlive its text: neither in a draft's cache nor in the target's."""
 
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest

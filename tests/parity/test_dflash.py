@@ -240,6 +240,18 @@ def test_four_bits_stay_near(plan: ExportPlan, tmp_path: Path):
     check_scores(second, reference, 7, 0.2)
 
 
+def test_what_joins_the_taps_has_eight_bits_whatever_the_layers_have(tmp_path: Path):
+    zlab(tmp_path, "qwen3", ExportPlan("int4", int8_parts=()))
+    nodes = onnx.load(tmp_path / "out/draft.onnx", load_external_data=False).graph.node
+    bits = {
+        node.name: attribute.i
+        for node in nodes
+        for attribute in node.attribute
+        if (node.op_type, attribute.name) == ("MatMulNBits", "bits")
+    }
+    assert bits.pop("fc") == 8 and set(bits.values()) == {4}
+
+
 def test_the_widths_of_target_and_draft_may_differ(tmp_path: Path):
     """fc absorbs another width where the draft has embedding and head of its own."""
     wide = {**VARIANTS["qwen3"], "target_hidden_size": 2 * HIDDEN}

@@ -53,8 +53,9 @@ def config_of(tmp_path: Path, config: Mapping[str, Any] | str, **target: Any):
 
 
 def refused(tmp_path: Path, config: Mapping[str, Any], kind: type[Exception], match: str, **target: Any) -> None:
-    with pytest.raises(kind, match=match):
+    with pytest.raises(kind, match=match) as caught:
         config_of(tmp_path, config, **target)
+    assert str(tmp_path / "draft") in str(caught.value)  # there may be several drafts, and a target
 
 
 @pytest.mark.parametrize(
@@ -93,6 +94,46 @@ def test_sections_for_images_change_nothing_for_text(tmp_path):
 def test_use_swa_leaves_stated_sliding_layers_alone(tmp_path):
     config = changed(layer_types=list(MIXED), sliding_window=16, dflash_config={"mask_token_id": 3, "use_swa": True})
     assert config_of(tmp_path, config).model.layer_types == MIXED
+
+
+@pytest.mark.parametrize(
+    ("keys", "own_keys", "match"),
+    [
+        ({"use_sliding_window": False}, {}, "layers slide, but use_sliding_window = False with sliding_window = 24"),
+        ({"use_sliding_window": False}, {"swa_window_size": 24}, "use_sliding_window = False with sliding_window"),
+        ({"use_sliding_window": True}, {"use_swa": False}, "layers slide, but .*use_swa = False"),
+        ({"use_sliding_window": False, "sliding_window": None}, {"use_swa": False, "swa_window_size": 24}, "use_swa"),
+        ({"use_sliding_window": True}, {"swa_window_size": 25}, "sliding_window = 24 and .*swa_window_size = 25"),
+        ({}, {"use_swa": True, "swa_window_size": 25}, "sliding_window = 24 and .*swa_window_size = 25"),
+        ({"layer_types": "absent", "max_window_layers": 0, "use_sliding_window": True}, {"use_swa": False}, "use_swa"),
+    ],
+)
+def test_sliding_layers_that_something_else_contradicts(keys, own_keys, match, tmp_path):
+    base = changed(layer_types=list(MIXED), sliding_window=24, use_sliding_window="absent")
+    config = changed(base, dflash_config={**base["dflash_config"], **own_keys}, **keys)
+    refused(tmp_path, config, CheckpointError, f"{match}.*; correct the config or fetch the draft again")
+
+
+@pytest.mark.parametrize(
+    ("keys", "own_keys"),
+    [
+        ({"use_sliding_window": True}, {}),
+        ({"use_sliding_window": True, "max_window_layers": 3}, {}),  # as published, whatever Qwen makes of it
+        ({}, {"use_swa": True, "swa_window_size": 24}),
+        ({"use_sliding_window": False, "sliding_window": None}, {"swa_window_size": 24}),  # as transformers saves it
+        ({"use_sliding_window": False}, {"use_swa": True}),
+        ({"use_sliding_window": False, "sliding_window": 99}, {"use_swa": True, "swa_window_size": 24}),
+    ],
+)
+def test_sliding_layers_whose_window_is_stated_once(keys, own_keys, tmp_path):
+    base = changed(layer_types=list(MIXED), sliding_window=24, use_sliding_window="absent")
+    model = config_of(tmp_path, changed(base, dflash_config={**base["dflash_config"], **own_keys}, **keys)).model
+    assert (model.layer_types, model.sliding_window) == (MIXED, 24)
+
+
+def test_flags_of_a_model_whose_layers_do_not_slide_change_nothing(tmp_path):
+    config = changed(own(use_swa=False, swa_window_size=24), sliding_window=99)
+    assert config_of(tmp_path, config).model == config_of(tmp_path, "qwen3").model
 
 
 def test_the_drafts_own_window_goes_before_the_models(tmp_path):
@@ -159,8 +200,9 @@ def test_speculators_without_copies_of_the_target(tmp_path):
     ],
 )
 def test_speculators_refused(changes, kind, match, tmp_path):
-    with pytest.raises(kind, match=match):
+    with pytest.raises(kind, match=match) as caught:
         read_dflash_speculators(write_speculators(tmp_path / "draft", changes=changes), target_config())
+    assert str(tmp_path / "draft") in str(caught.value)
 
 
 def test_gguf_is_the_checkpoint_it_was_converted_from(tmp_path):
@@ -201,8 +243,9 @@ def test_gguf_target_ids_are_absolute(tmp_path):
     ],
 )
 def test_gguf_refused(changes, kind, match, tmp_path):
-    with pytest.raises(kind, match=match):
+    with pytest.raises(kind, match=match) as caught:
         read_dflash_gguf(write_dflash_gguf(tmp_path / "draft.gguf", changes=changes), target_config())
+    assert str(tmp_path / "draft.gguf") in str(caught.value)
 
 
 def test_gguf_of_dflash2_is_the_checkpoint_it_was_converted_from(tmp_path):
@@ -227,10 +270,14 @@ def test_gguf_of_dflash2_is_the_checkpoint_it_was_converted_from(tmp_path):
     ("changes", "kind", "match"),
     [
         ({"dflash.selector_rank": None}, CheckpointError, "selector_rank must be a positive integer, not None"),
-        ({"dflash.conv_group_size": 24}, CheckpointError, "24 does not divide hidden_size 64"),
+        ({"dflash.conv_group_size": 24}, CheckpointError, "24 does not divide hidden_size 64; correct"),
         ({"dflash.selector_top_k": VOCAB + 1}, CheckpointError, "exceeds the vocabulary"),
         ({"dflash.logit_scale": -1.0}, CheckpointError, "multiplied by -1.0"),
-        ({"dflash.conv_kernel_size": 3}, CheckpointError, r"attention_conv.base_kernel.* shape \[4, 64\]"),
+        (
+            {"dflash.conv_kernel_size": 3},
+            CheckpointError,
+            r"draft.gguf: tensor blk.0.attn_conv_base .* shape \[4, 64\]",
+        ),
         (
             {f"dflash.{key}": None for key in SIZES},
             UnsupportedModelError,
@@ -314,12 +361,19 @@ def test_values_at_both_places_must_agree(key, tmp_path):
     agreeing = changed(own(**{key: values[key]}), **{key: values[key]})
     assert config_of(tmp_path / "same", agreeing).block_size == 8
     other = [1, 3, 7] if key == "target_layer_ids" else values[key] + 1
-    refused(tmp_path / "other", changed(own(**{key: values[key]}), **{key: other}), CheckpointError, f"{key} = .*says")
+    refused(
+        tmp_path / "other",
+        changed(own(**{key: values[key]}), **{key: other}),
+        CheckpointError,
+        f"{key} = .*says .*; correct",
+    )
 
 
 def test_causality_stated_twice_must_agree(tmp_path):
     assert config_of(tmp_path / "same", changed(own(causal=True), is_causal=True)).layer_causal == (True,) * 3
-    refused(tmp_path / "other", changed(own(causal=True), is_causal=False), CheckpointError, "is_causal = False")
+    refused(
+        tmp_path / "other", changed(own(causal=True), is_causal=False), CheckpointError, "is_causal = False .*; correct"
+    )
 
 
 def test_no_rope_theta_is_assumed(tmp_path):
@@ -339,6 +393,9 @@ def test_strict_tensors(tmp_path):
     wrong = write_dflash(tmp_path / "wrong", tensors={name: np.zeros((shape[0], shape[1] + 1), BF16)})
     with pytest.raises(CheckpointError, match=rf"model.safetensors: tensor {name} has shape \[64, 65\].*\[64, 64\]"):
         read_dflash(wrong, target_config())
+    flat = write_dflash(tmp_path / "flat", tensors={"lm_head.weight": np.zeros(64, BF16)})
+    with pytest.raises(CheckpointError, match=r"tensor lm_head.weight has shape \[64\], expected \[320, 64\]"):
+        read_dflash(flat, target_config())
     extra = write_dflash(tmp_path / "extra", tensors={"layers.3.input_layernorm.weight": np.zeros(64, BF16)})
     with pytest.raises(
         UnsupportedModelError, match=r"model.safetensors: tensor layers.3.input_layernorm.weight \[64\]"
@@ -350,12 +407,13 @@ def test_strict_tensors(tmp_path):
     ("tensors", "match"),
     [
         ({"d2t": None, "t2d": None}, r"no tensor d2t, expected shape \[120\]"),
-        ({"d2t": np.zeros(119, np.int64)}, r"\[119\], expected \[120\]"),
+        ({"d2t": np.zeros(119, np.int64)}, r"model.safetensors: tensor d2t has shape \[119\], expected \[120\]"),
         ({"d2t": np.full(120, VOCAB, np.int64)}, "below 320"),
         ({"d2t": -np.arange(120, dtype=np.int64)}, "120 different tokens"),
         ({"d2t": np.zeros(120, np.int64)}, "d2t and t2d name different"),
         ({"d2t": np.zeros(120, np.float32)}, "d2t is F32"),
         ({"lm_head.weight": None}, r"no tensor lm_head.weight, expected shape \[120, 64\]"),
+        ({"lm_head.weight": np.zeros(64, BF16)}, r"lm_head.weight has shape \[64\], expected \[120, 64\]"),
     ],
 )
 def test_vocabulary_maps_are_checked(tensors, match, tmp_path):
@@ -371,7 +429,7 @@ def test_vocabulary_maps_are_checked(tensors, match, tmp_path):
         (changed(target_hidden_size=128), {"hidden_size": 128}, "hidden size 64, the target 128"),
         (VARIANTS["qwen3"], {"vocab_size": 400}, "320 rows, the target 400"),
         (own(target_layer_ids=[1, 3, 9]), {}, "layer 9 .*layers 0 to 8"),
-        (own(mask_token_id=VOCAB), {}, "mask token id 320 .*320 rows"),
+        (own(mask_token_id=VOCAB), {}, "mask token id 320 .*320 rows; choose the draft"),
     ],
 )
 def test_drafts_that_do_not_fit_the_target(config, target, match, tmp_path):
@@ -430,11 +488,11 @@ def test_dflash2_is_never_read_as_dflash(tmp_path):
 @pytest.mark.parametrize(
     ("own_keys", "match"),
     [
-        ({"conv_group_size": 24}, "24 does not divide hidden_size 64"),
-        ({"selector_top_k": VOCAB + 1}, "exceeds the vocabulary"),
+        ({"conv_group_size": 24}, "24 does not divide hidden_size 64; correct"),
+        ({"selector_top_k": VOCAB + 1}, "exceeds the vocabulary of 320 rows; correct"),
         ({"selector_rank": None}, "selector_rank must be a positive integer"),
         ({"selector_rank": 13}, r"predecessor_codebook.* has shape \[320, 12\], expected \[320, 13\]"),
-        ({"output_multiplier": 0.0}, "multiplied by 0.0, expected a positive number"),
+        ({"output_multiplier": 0.0}, "multiplied by 0.0, expected a positive number; correct"),
         ({"novel": 1}, "novel"),
     ],
 )
@@ -443,5 +501,6 @@ def test_dflash2_refused(own_keys, match, tmp_path):
     config = changed(DFLASH2, dflash_config={**DFLASH2["dflash_config"], **own_keys})
     source = write_dflash(tmp_path / "good", DFLASH2, tensors=tensors)
     (source / "config.json").write_text(json.dumps(config))
-    with pytest.raises(CheckpointError, match=match):
+    with pytest.raises(CheckpointError, match=match) as caught:
         read_dflash2(source, target_config())
+    assert str(source) in str(caught.value)

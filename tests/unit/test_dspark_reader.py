@@ -195,8 +195,9 @@ def test_gguf_refused(changes, tensors, kind, match, tmp_path):
 def test_other_maths_and_contradictions_are_refused(config, kind, match, tmp_path):
     source = write_dspark(tmp_path / "draft")
     (source / "config.json").write_text(json.dumps(config))
-    with pytest.raises(kind, match=match):
+    with pytest.raises(kind, match=match) as caught:
         read_dspark(source, target_config())
+    assert str(source / "config.json") in str(caught.value)
 
 
 def test_a_draft_without_a_markov_head_is_no_dspark_draft(tmp_path):

@@ -423,10 +423,11 @@ def test_a_draft_model_goes_with_it(make: Make, tmp_path: Path) -> None:
 
 def test_drafts_that_read_taps_are_refused_with_the_reason(make: Make, tmp_path: Path) -> None:
     write_dflash(tmp_path / "dflash")
-    write_eagle(tmp_path / "eagle", next(iter(EAGLE_VARIANTS)))
+    write_eagle(tmp_path / "eagle", "safeailab_full")
     write_eagle_gguf(tmp_path / "eagle.gguf", next(iter(EAGLE_VARIANTS)))
-    for name in ("dflash", "eagle", "eagle.gguf"):
-        with pytest.raises(OxidizeError, match="gives no taps"):
+    kinds = {"dflash": "a DFlash draft", "eagle": "an EAGLE-3 draft", "eagle.gguf": "an EAGLE-3 draft"}
+    for name, kind in kinds.items():
+        with pytest.raises(OxidizeError, match=f"is {kind} and does not fit: .* gives no taps.* MTP and Medusa heads"):
             open_model_draft(str(tmp_path / name))
     with pytest.raises(OxidizeError, match="bundle of its own"):
         open_model_draft(str(make()))

@@ -50,6 +50,7 @@ def refused(folder: Path, target: ModelConfig, kind: type[OxidizeError], *texts:
     for text in texts:
         assert text in str(caught.value), str(caught.value)
     assert "\n" not in str(caught.value)
+    assert str(folder) in str(caught.value)  # there may be several drafts, and a target
 
 
 @pytest.mark.parametrize(
@@ -210,7 +211,11 @@ def test_weights_without_a_config(target: ModelConfig, tmp_path: Path) -> None:
         ("reference", {"version": "2"}, ("share an lm_head", "3 of their own")),
         ("reference", {"original_lm_head": True}, ("share an lm_head", "3 of their own")),
         ("vllm", {"truncated_vocab_size": 96}, ("truncated_vocab_size 96 of 320", "token_map [96]", "found none")),
-        ("vllm_map", {"truncated_vocab_size": 97}, ("vocabulary of 320, the tensors have 96",)),
+        (
+            "vllm_map",
+            {"truncated_vocab_size": 97},
+            ("truncated_vocab_size 97 of a vocabulary of 320", "have 96 rows, which is neither", "correct"),
+        ),
         ("vllm_map_whole", {"truncated_vocab_size": 97}, ("token_map [97]", "found I64 [96]")),
         ("vllm_map_whole", {"truncated_vocab_size": None}, ("there is a token_map [96]", "is None of 320")),
         ("vllm_map_whole", {"truncated_vocab_size": VOCAB}, ("there is a token_map [96]", "is 320 of 320")),
@@ -265,7 +270,7 @@ def without(tensors: Tensors, name: str) -> Tensors:
 def test_a_missing_tensor(variant: str, name: str, shape: str, target: ModelConfig, tmp_path: Path) -> None:
     tensors = without(medusa_tensors(VARIANTS[variant]), name)
     folder = write_medusa(tmp_path / "heads", variant, tensors=tensors)
-    refused(folder, target, CheckpointError, f"has no tensor {name}, expected {shape}", str(folder))
+    refused(folder, target, CheckpointError, f"has no tensor {name}, expected shape {shape}", str(folder))
 
 
 def test_a_missing_head_is_not_skipped(target: ModelConfig, tmp_path: Path) -> None:

@@ -112,6 +112,7 @@ def refused(checkpoint: Checkpoint, kind: type[OxidizeError], *texts: str) -> No
         split_mtp(checkpoint)
     for text in texts:
         assert text in str(caught.value)
+    assert str(checkpoint.files[0].parent) in str(caught.value)
     target, draft = split_mtp(checkpoint, wanted=False)
     assert draft is None
     assert not [name for name in target.weights.names() if "mtp" in name or "nextn" in name or ".layers.2." in name]
