@@ -33,7 +33,7 @@ def read_the_row_before(drafter: Watcher) -> None:
 def read_before_the_norm(drafter: Watcher, weight: np.ndarray) -> None:
     """Show it hidden states [n,H] as they were before the final norm with this weight [H], apart from their length."""
     watch = drafter.watch
-    drafter.watch = lambda start, rows: watch(start, replace(rows, hidden=rows.hidden / weight))
+    drafter.watch = lambda start, rows: watch(start, PassRows(rows.hidden / weight, None))
 
 
 class _Unshifted:
