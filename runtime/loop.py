@@ -115,7 +115,7 @@ class _Clock:
     """Fills in the time fields of the stats; decode time starts when the first round is over."""
 
     def __init__(self, target: TargetModel, sequence: Generation, start: int, first: int) -> None:
-        self._stats, self._sequence = sequence.stats, sequence
+        self._stats, self._sequence, self._drafters = sequence.stats, sequence, sequence.drafters
         self._ort = target.ort_ns
         self._begin, self._base = perf_counter_ns(), self._ort()
         self._stats.prefill_ns = self._begin - start
@@ -130,7 +130,7 @@ class _Clock:
         self._stats.plain_step_ms = self._sequence.policy.cost.plain_ms
 
     def _draft_ns(self) -> int:
-        return sum(drafter.ort_ns for drafter in self._sequence.drafters)
+        return sum(drafter.ort_ns for drafter in self._drafters)
 
 
 def _show(target: TargetModel, index: int, sequence: Generation, start: int) -> None:

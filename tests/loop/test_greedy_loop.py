@@ -200,6 +200,10 @@ def test_a_draft_that_breaks_down_is_named_and_left_out(caplog):
     class Broken(OracleDrafter):
         name, calls = "small", 0
 
+        @property
+        def ort_ns(self):
+            return 10**6 * self.calls
+
         def propose(self, committed, k, context):
             self.calls += 1
             if self.calls == 3:
@@ -217,6 +221,7 @@ def test_a_draft_that_breaks_down_is_named_and_left_out(caplog):
         else:
             assert len(decoder.generate([1, 2, 3], params)) == 40
         assert broken.calls == 3
+        assert decoder.stats.ort_ns["draft"] == 2 * 10**6  # the first round is not of the decode time
         assert "draft 'small' broke down and is left out of this answer: expected finite logits" in caplog.text
         caplog.clear()
     broken.calls = 3
