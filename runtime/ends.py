@@ -4,11 +4,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from .rows import FEW
 from .session import Arena, Binding, Device, GraphSession, Tensor
 
 _CPU = Device("cpu")
 _MAX_BINDINGS = 64
-_KEPT_ROWS = 33  # long ones are prompts, each of its own length
 
 
 class Embedder:
@@ -33,7 +33,7 @@ class Embedder:
         binding = self._session.binding()
         binding.bind_input("input_ids", tokens, tokens.shape)
         binding.bind_output("inputs_embeds", rows, rows.shape)
-        if count <= _KEPT_ROWS:
+        if count <= FEW:
             self._bound[count] = (binding, tokens, rows)
         return binding, tokens, rows
 

@@ -7,7 +7,7 @@ import numpy as np
 
 from .session import Device, Tensor
 
-_NARROW = 33  # rows of the widest round of one text; wider passes are prompts, each of its own length
+FEW = 33  # rows of the widest round of one text; wider passes are prompts, each of its own length
 
 Fetch = Callable[[], np.ndarray]  # brings rows to the host
 
@@ -55,7 +55,7 @@ class RowBuffers:
 
     def of(self, rows: int) -> Tensor:
         """The buffer for a pass of so many rows; wide ones are larger."""
-        size = rows if rows <= _NARROW else 1 << (rows - 1).bit_length()
+        size = rows if rows <= FEW else 1 << (rows - 1).bit_length()
         if size not in self._made:
             self._made[size] = Tensor((size, self._width), self._dtype, self._device)
         return self._made[size]

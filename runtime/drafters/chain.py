@@ -9,10 +9,11 @@ DeepSeek-AI, "DeepSeek-V3 Technical Report" (multi-token prediction).
 
 from collections.abc import Sequence
 
+from ..rows import FEW
 from ..sampling import Law
 from ..session import Binding, GraphSession, Tensor
 from .base import DraftContext, Proposal
-from .passes import FEW, BoundPass, PassShape, Span
+from .passes import BoundPass, PassShape, Span
 from .reader import DraftParts, RowReader
 
 

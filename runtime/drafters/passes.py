@@ -9,7 +9,6 @@ from ..cache import CacheShape, KVCache
 from ..contracts import TensorSpec
 from ..session import Arena, Binding, Device, GraphSession, Tensor
 
-FEW = 33  # rows of a pass that is worth keeping: as many as a round of the loop can leave to be read
 _MAX_PASSES = 64
 _CPU = Device("cpu")
 _HOST_INPUTS = ("context_positions", "position_ids", "write_indices", "attn_mask", "attn_mask_sliding")

@@ -11,12 +11,12 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from ..rows import FEW
 from ..sampling import Law
 from ..session import Binding, Device, GraphSession, Tensor
 from .base import DraftContext, Proposal
 from .blocks import Block
 from .heads import UNHEARD_OF, Head, law_among
-from .passes import FEW
 
 _CPU = Device("cpu")
 

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..rows import PassRows
+from ..rows import FEW, PassRows
 from .base import DraftContext, Proposal
 from .heads import Embedding, Head
-from .passes import FEW, DraftPasses, Span
+from .passes import DraftPasses, Span
 from .pending import PendingRows
 
 CHUNK = 512  # rows that wait before they are read without a proposal

@@ -11,14 +11,14 @@ from toy_drafts import HIDDEN, TAPPED, Naive, Toy, ToyTarget, open_toy
 from oxidize.runtime.drafters.base import DraftContext, Proposal
 from oxidize.runtime.drafters.heads import OwnHead
 from oxidize.runtime.drafters.neural import row_picker
-from oxidize.runtime.drafters.passes import FEW, MaskRule
+from oxidize.runtime.drafters.passes import MaskRule
 from oxidize.runtime.drafters.pending import PendingRows
 from oxidize.runtime.drafters.reader import CHUNK
 from oxidize.runtime.errors import BundleError
 from oxidize.runtime.laws import Laws
 from oxidize.runtime.noise import Domain, NoiseKey
 from oxidize.runtime.processors import Controls, Processors
-from oxidize.runtime.rows import PassRows
+from oxidize.runtime.rows import FEW, PassRows
 from oxidize.runtime.sampling import Law, SamplingParams, law_of
 
 VOCABULARY = 29
