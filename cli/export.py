@@ -85,15 +85,9 @@ def command(source: str, out: Path | None, drafts: tuple[str, ...], **options: A
     If SOURCE is a bundle, --draft-model adds drafts to it, or with -o to a new one that shares its files, and
     --precision is the bundle's unless given.
     """
-    from oxidize.export.bundle import check_drafts, check_free, export_bundle
-    from oxidize.export.drafts.mtp import split_mtp
-    from oxidize.export.drafts.recognise import open_draft
-    from oxidize.export.drafts.write import NeuralSource
+    from oxidize.export.bundle import check_free
     from oxidize.export.foreign import is_onnx_folder
     from oxidize.export.nested import is_bundle
-    from oxidize.export.source import locate, open_source
-
-    from .quality import describe_quality
 
     check_arguments(source, out, drafts)
     place = Path(source)
@@ -116,7 +110,20 @@ def command(source: str, out: Path | None, drafts: tuple[str, ...], **options: A
     if options["exporter"]:
         _export_by_optimum(source, out, drafts, options)
         return
-    if not place.exists():
+    _export(source, out, drafts, options)
+
+
+def _export(source: str, out: Path, drafts: tuple[str, ...], options: dict[str, Any]) -> None:
+    """A checkpoint whose graphs are written here."""
+    from oxidize.export.bundle import check_drafts, export_bundle
+    from oxidize.export.drafts.mtp import split_mtp
+    from oxidize.export.drafts.recognise import open_draft
+    from oxidize.export.drafts.write import NeuralSource
+    from oxidize.export.source import locate, open_source
+
+    from .quality import describe_quality
+
+    if not Path(source).exists():
         check_target(source, locate(source, options["offline"], options["revision"])[0], out)
     opened = open_source(source, options["offline"], options["revision"])
     checkpoint, head = split_mtp(opened, not options["no_mtp"])
